@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.config.schema import PrecisionConfig, ShardConfig
+from shardwise.errors import ShardError
 from shardwise.sharding.apply import shard
 from shardwise.sharding.materialize import materialize
 from shardwise.training.step import accumulate
@@ -190,3 +191,12 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(rank: int):
     scaler.update()
     assert any(not torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
     assert scaler.get_scale() == 2.0
+
+
+@ranks(2)
+def test_a_hook_on_several_sharded_parameters_is_refused(rank: int):
+    model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda gradients: None)
+    loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(ShardError, match="register_multi_grad_hook"):
+        loss.backward()

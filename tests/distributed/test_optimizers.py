@@ -160,3 +160,24 @@ def test_eight_bits_of_torchao_train_and_the_rest_is_refused(rank: int, tmp_path
         with pytest.raises(ShardError, match=f"{name} cannot step sharded parameters"):
             train(each, getattr(low_bits, name)(each.parameters(), lr=1e-2), range(1), rank, 2)
     os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)  # inductor leaves it behind
+
+
+@ranks(2)
+def test_a_parameter_beside_the_model_must_have_the_gradient_of_all_ranks(rank: int) -> None:
+    model, temperature = sw.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))), nn.Parameter(torch.ones(1))
+    x = torch.full((2, 4), 1.0 + rank)
+
+    def optimizer_after_backward() -> torch.optim.Optimizer:
+        model.zero_grad()
+        temperature.grad = None
+        (model(x) / temperature).square().mean().backward()
+        return torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+
+    optimizer = optimizer_after_backward()
+    with pytest.raises(ShardError, match=r"shape \[1\] beside those of a sharded model") as caught:
+        optimizer.step()
+    assert "param_groups[0]['params'][4]" in str(caught.value)
+    optimizer = optimizer_after_backward()
+    assert temperature.grad is not None
+    torch.distributed.all_reduce(temperature.grad)
+    optimizer.step()

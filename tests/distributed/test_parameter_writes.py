@@ -221,6 +221,23 @@ def test_a_part_can_be_read_saved_and_combined(rank: int, tmp_path: Path):
 
 
 @ranks(2)
+def test_data_can_be_exchanged_and_exchanged_back(rank: int):
+    model = sw.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    before = [parameter.full_tensor().detach() for parameter in model.parameters()]
+    averages = [parameter.detach() * 0.5 for parameter in model.parameters()]
+    for expected in (0.5, 1.0):
+        for index, parameter in enumerate(model.parameters()):
+            parameter.data, averages[index] = averages[index], parameter.data
+        for parameter, average, value in zip(model.parameters(), averages, before, strict=True):
+            torch.testing.assert_close(parameter.full_tensor(), value * expected)
+            torch.testing.assert_close(average.full_tensor(), value * (1.5 - expected))
+    held = model[0].bias.data
+    model[0].bias.data = torch.add(model[0].bias.data, 1)
+    held.zero_()  # the memory of before, no longer the parameter's
+    torch.testing.assert_close(model[0].bias.full_tensor(), before[1] + 1)
+
+
+@ranks(2)
 def test_data_of_a_gradient_can_be_assigned(rank: int):
     model = sw.shard(Model(), mesh=init_device_mesh("cpu", (2,)))
     model(torch.ones(2, 8)).sum().backward()

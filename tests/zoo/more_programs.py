@@ -144,6 +144,52 @@ def recomputed_inside(shard: Shard, rows: Rows) -> Any:
 
 
 @program
+def blocks_that_yield(shard: Shard, rows: Rows) -> Any:
+    class Yielding(Block):
+        def forward(self, x: Tensor) -> Any:
+            yield self.up(self.norm(x))
+            yield x + self.down(self.up(self.norm(x)).tanh())
+
+    class Listening(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for block in self.blocks:
+                first, second = block(x)
+                x = second + first[:, :WIDTH].sin()
+            return self.out(x)
+
+    return train(shard(Listening(Yielding)), rows)
+
+
+@program
+def parameters_kept_in_objects(shard: Shard, rows: Rows) -> Any:
+    """The next block reads what an earlier one has left on an object: a parameter, which was freed since."""
+
+    class Board:
+        start: Tensor | None = None
+
+    class Reading(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.board = nn.Parameter(torch.ones(WIDTH)), Board()
+
+        def prepare(self) -> None:
+            self.board.start = self.start
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.board.start is not None
+            return super().forward(x) * nn.functional.layer_norm(self.board.start * x, (WIDTH,)).tanh()
+
+    class Preparing(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                getattr(block, "prepare")()  # noqa: B009 - as code that no plan can follow
+            return super().forward(x)
+
+    return train(shard(Preparing(Reading)), rows)
+
+
+@program
 def recomputed_and_run_again(shard: Shard, rows: Rows) -> Any:
     class Again(Stack):
         def forward(self, x: Tensor) -> Tensor:

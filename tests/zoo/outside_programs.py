@@ -218,3 +218,11 @@ def modules_that_return_parameters(shard: Shard, rows: Rows) -> Any:
         return (model(x) - wanted * 0.5).square().mean()
 
     return train(shard(Model()), rows, loss_of)
+
+
+@program
+def rows_of_weights_in_losses(shard: Shard, rows: Rows) -> Any:
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        return model(x).square().mean() + (model.out.weight[2] * x).square().mean() + model.inp.weight[1:3].abs().sum()
+
+    return train(shard(Stack()), rows, loss_of)

@@ -109,10 +109,10 @@ def split_rows(placement: Any, rows: torch.Tensor, count: int) -> tuple[torch.Te
 
 def watch_data(
     kind: type[torch.Tensor],
-    on_read: Callable[[Any], None],
+    on_read: Callable[[Any, torch.Tensor], None],
     assign: Callable[[Any, torch.Tensor], bool],
 ) -> None:
-    """Call `on_read(tensor)` at each `tensor.data` of a class of tensors, and `assign(tensor, value)` at assignments.
+    """Call `on_read(tensor, data)` at each `tensor.data` of a class of tensors, `assign(tensor, value)` at assignments.
 
     Where `assign` returns False, torch goes on: of a DTensor it changes only the wrapper's metadata; the local tensor,
     which is what trains, stays as it was.
@@ -120,8 +120,9 @@ def watch_data(
     plain: Any = torch._C.TensorBase.data  # the descriptor, not a tensor
 
     def get_data(self: torch.Tensor) -> torch.Tensor:
-        on_read(self)
-        return plain.__get__(self)
+        data = plain.__get__(self)
+        on_read(self, data)
+        return data
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         if not assign(self, value):
@@ -129,6 +130,11 @@ def watch_data(
 
     get_and_set: Any = property(get_data, set_data)
     setattr(kind, "data", get_and_set)  # noqa: B010 - type checkers know it as an attribute of instances
+
+
+def copy_memory(tensor: DTensor) -> None:
+    """Let a DTensor hold its part in memory of its own."""
+    tensor._local_tensor = tensor._local_tensor.clone()
 
 
 def reduce_in_place(tensor: DTensor) -> None:

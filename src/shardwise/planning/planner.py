@@ -93,7 +93,8 @@ def refuse_unsupported(model: nn.Module) -> None:
     """Raise for parameters that FSDP2 cannot shard and nothing here can make shardable.
 
     Raises:
-        PlanError: A lazy module without shapes yet, a layer that makes sparse gradients, or a container of nothing.
+        PlanError: A lazy module without shapes yet, a scripted module, a layer that makes sparse gradients or that
+            renormalises the rows of a batch, or a container of nothing.
     """
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and next(model.parameters(), None) is None:
         raise PlanError(
@@ -111,7 +112,22 @@ def refuse_unsupported(model: nn.Module) -> None:
                 why="a lazy module learns its shapes in its first forward, and a plan needs them",
                 fix="run one batch through the model before sharding, or give the sizes to the constructor",
             )
+        if own and isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"{name or 'the model'} is a scripted module with parameters",
+                where=name,
+                why="FSDP2 puts hooks on modules and exchanges their parameters, which TorchScript does not allow",
+                fix="leave out torch.jit.script, or script functions and modules without parameters",
+            )
         trained = any(parameter.requires_grad for parameter in own)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and trained:
+            raise PlanError(
+                f"{name or 'the model'} ({type(module).__name__}) renormalises the rows that its batch looks up",
+                where=name,
+                why="each rank has other rows in its batch, and would change other rows of the weight",
+                fix="build it with max_norm=None, and after each step, under torch.no_grad(): "
+                f"{name}.weight.renorm_({module.norm_type}, 0, {module.max_norm})",
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and trained:
             raise PlanError(
                 f"{name or 'the model'} ({type(module).__name__}) makes sparse gradients",

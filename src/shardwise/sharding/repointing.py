@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import compat
+from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.models.nested_tensors import find_tensors
 from shardwise.sharding.hooks.outside import end_outside_use
@@ -194,7 +197,7 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
             why="sharding replaced them; stepping the old ones would leave the model as it is",
             fix="build the optimizer after sharding, or pass it: shard(model, optimizers=[optimizer])",
         )
-    owned = []
+    owned, meshes = [], []
     for root in sharded_roots():
         for group in compat.param_groups(root):
             gathered = [id(p) for p in compat.unsharded_parameters(group) if id(p) in held]
@@ -209,10 +212,13 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
                 )
             if any(id(parameter) in held for parameter in compat.sharded_parameters(group)):
                 owned.append(weakref.ref(group))
+                meshes += [state.mesh] if (state := sharded_state(root)) is not None else []
         _refuse_added(optimizer, held, root)
     if owned:
         refuse_unsupported(optimizer)
         follow_names(optimizer)
+    if meshes:
+        _refuse_unaveraged(optimizer, meshes[0])
     return owned
 
 
@@ -286,6 +292,41 @@ def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None
                 why="it is in no group, so that nobody averages its gradient: every rank would train its own",
                 fix="add the module before shard(), or shard(...) it itself before adding it",
             )
+
+
+def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> None:
+    """Raise if a parameter beside the sharded ones, of a wrapper or a criterion, has another gradient on each rank.
+
+    Ranks:
+        Collective over the mesh, at the first step of an optimizer that holds such parameters.
+    """
+    of_models = {id(parameter) for root in sharded_roots() for parameter in root.parameters()}
+    beside = [
+        (number, index, parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in of_models
+    ]
+    if not beside:
+        return
+    norms = [None if p.grad is None else p.grad.detach().abs().float().norm().item() for *_, p in beside]
+    ranks = gather_objects(norms, group=mesh)
+    for (number, index, parameter), *found in zip(beside, *ranks, strict=True):
+        if not all(_is_near(each, found[0]) for each in found):
+            raise ShardError(
+                f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} beside those of a "
+                "sharded model, with another gradient on each rank",
+                where=f"param_groups[{number}]['params'][{index}]",
+                why="it is in no sharded model, so that nobody averages its gradient: every rank would train its own",
+                fix="shard the module that has it, or the outermost module instead of a part; or average its gradient "
+                "over the ranks before the step",
+            )
+
+
+def _is_near(norm: float | None, other: float | None) -> bool:
+    if norm is None or other is None:
+        return norm is other
+    return math.isclose(norm, other, rel_tol=1e-3, abs_tol=1e-12) or not (math.isfinite(norm) and math.isfinite(other))
 
 
 def _is_replaced(parameter: torch.Tensor) -> bool:

@@ -181,6 +181,21 @@ def test_a_tensor_axis_of_one_rank_changes_nothing():
     assert plan(make(), mesh=MeshConfig(shard=2, tensor=1, device="cpu")) == plan(make(), mesh=TWO_RANKS)
 
 
+def test_a_scripted_module_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(PlanError, match="1 is a scripted module with parameters"):
+        plan(model)
+
+
+def test_an_embedding_that_renormalises_rows_is_refused_by_name():
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 2))
+    with pytest.raises(PlanError, match=r"0 \(Embedding\) renormalises the rows") as caught:
+        plan(model)
+    assert "0.weight.renorm_(2.0, 0, 1.0)" in str(caught.value)
+    model[0].requires_grad_(False)
+    plan(model)
+
+
 def test_what_cannot_be_sharded_is_refused_with_its_name():
     lazy = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
     with pytest.raises(PlanError, match=r"1 \(LazyLinear\) has parameters without a shape yet"):

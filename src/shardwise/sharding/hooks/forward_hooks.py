@@ -370,6 +370,8 @@ class RootForwardHooks(ForwardHooks):
             args, kwargs = change_tensors((args, kwargs), wanting_gradient)
         entered = super().enter(args, kwargs)
         self.kept.unshard()
+        if not compat.in_backward():
+            self.outside.begin_forward()
         return entered
 
     def after(self, output: Any) -> None:
@@ -388,6 +390,7 @@ class RootForwardHooks(ForwardHooks):
 
     def failed(self) -> None:
         """Forget the step, so that the next one works."""
+        self.outside.end()
         self.replicated.restore()
         if not compat.in_backward():
             recover(self.module)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from shardwise import compat
 from shardwise.errors import ShardError
+from shardwise.sharding.inventory import full_tensor, local_part
 from shardwise.sharding.registry import sharded_roots
 
 
@@ -147,6 +148,12 @@ class ParameterHooks:
     def _set_aside(self) -> None:
         """Set aside what earlier backwards have accumulated: hooks are about the gradient of this one."""
         group = self._group()
+        for parameter in () if group is None else compat.sharded_parameters(group):
+            gradient = parameter.grad  # of a loss that read some rows; FSDP2 adds this rank's part to it
+            is_spread = isinstance(gradient, DTensor) and isinstance(parameter, DTensor)
+            if is_spread and gradient.placements != parameter.placements:
+                own = local_part(full_tensor(gradient), parameter).contiguous()
+                parameter.grad = compat.dtensor_like(own, parameter)
         if group is not None and compat.reduces_gradients(group):
             for parameter in compat.sharded_parameters(group):
                 if compat.hooks_of(parameter)[0]:
@@ -160,6 +167,7 @@ class ParameterHooks:
         for parameter, earlier in self._earlier:
             gradient = parameter.grad
             for hook in compat.hooks_of(parameter)[0] if gradient is not None else ():
+                _refuse_multi_grad_hook(hook, parameter)
                 with implicit_replication():  # a mask is the same tensor on all ranks
                     changed = hook(gradient)
                 gradient = gradient if changed is None else changed
@@ -174,6 +182,16 @@ class ParameterHooks:
                 gradient = earlier if gradient is None else earlier + gradient
             parameter.grad = gradient
         self._earlier.clear()
+
+
+def _refuse_multi_grad_hook(hook: Any, parameter: nn.Parameter) -> None:
+    if "register_multi_grad_hook." in getattr(hook, "__qualname__", ""):
+        raise ShardError(
+            "register_multi_grad_hook on sharded parameters",
+            where=f"a parameter of shape {list(parameter.shape)}",
+            why="torch calls it when autograd has reached all of them, but it reaches the unsharded ones only",
+            fix="parameter.register_hook for each, or call the function after backward()",
+        )
 
 
 def step_in_backward(root: nn.Module) -> None:

@@ -3,13 +3,15 @@
 From the end of a forward to the next backward, step or forward, modules show their shards, also those of groups that
 stay unsharded for backward: `parameters()` has one kind of tensor, whose gradient is the one that an optimizer reads.
 torch refuses to compute with a DTensor and a plain tensor, and takes a plain one of one element for the same value on
-every rank, which a loss is not. In this time a DTensor that meets a plain tensor counts as its whole value.
+every rank, which a loss is not. In this time a DTensor that meets a plain tensor counts as its whole value. So does, in
+a forward, a parameter that code reaches while its group is sharded: in a generator, or from an object that kept it.
 
 Some operators on DTensors torch refuses, or answers with what one rank holds; `mend_operators` answers those.
 """
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -71,6 +73,12 @@ class OutsideTensor(DTensor):
                 # A rank without memory must not gather: the others do not.
                 if func in _BACKWARDS or isinstance(error, torch.OutOfMemoryError):
                     raise
+        if any(use.is_in_forward for use in _OPEN):
+            warnings.warn(
+                f"parameters used in forward while their group is sharded: {name}() gathers them for itself. Name the "
+                "method that uses them in ShardConfig.entry_points, or the module in ShardConfig.overrides",
+                stacklevel=2,
+            )
         return func(*change_tensors(args, _whole), **change_tensors(kwargs, _whole))  # DTensors cannot do this
 
 
@@ -130,9 +138,11 @@ class OutsideUse:
         self.groups, self._others = tuple(groups), others
         self._parameters: list[Any] = []
         self._uses = 0
+        self.is_in_forward = False
 
     def begin(self) -> None:
         """Show the shards."""
+        self.is_in_forward = False
         for group in self.groups:
             if compat.is_unsharded(group):
                 write_back(group)
@@ -143,6 +153,14 @@ class OutsideUse:
         self._uses = ShardUses.count
         _OPEN.add(self)
 
+    def begin_forward(self) -> None:
+        """Let code in the forward reach parameters of groups that are sharded at the time."""
+        shards = [parameter for group in self.groups for parameter in compat.sharded_parameters(group)]
+        self._parameters = [parameter for parameter in shards if type(parameter) is DTensor]
+        _set_class(self._parameters, OutsideTensor)
+        self.is_in_forward = True
+        _OPEN.add(self)
+
     def begin_again(self) -> None:
         """Begin after a backward, if another one is still to come."""
         if any(map(compat.is_unsharded, self.groups)):
@@ -151,7 +169,7 @@ class OutsideUse:
     def end(self) -> None:
         """Let torch compute with DTensors again."""
         _set_class(self._parameters, DTensor)
-        self._parameters = []
+        self._parameters, self.is_in_forward = [], False
         _OPEN.discard(self)
         if not _OPEN:
             living = [tensor for reference in _COMPUTED.values() if (tensor := reference()) is not None]

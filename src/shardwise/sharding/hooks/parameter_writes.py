@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import compat
 from shardwise.errors import ShardError
@@ -24,7 +26,7 @@ class ShardUses:
     count = 0
 
     @classmethod
-    def add(cls, _: torch.Tensor) -> None:
+    def add(cls) -> None:
         """One more."""
         cls.count += 1
 
@@ -59,7 +61,7 @@ def is_of_group(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _watch_data() -> None:
-    compat.watch_data(DTensor, ShardUses.add, _assign_sharded)
+    compat.watch_data(DTensor, _hand_out_shard, _assign_sharded)
     compat.watch_data(nn.Parameter, _hand_out, _assign_unsharded)
 
 
@@ -124,7 +126,18 @@ def _copy_changes(parameter: nn.Parameter, sharded: nn.Parameter) -> None:
     local.copy_(torch.where(own == local.to(own.dtype), local, own.to(local.dtype)))
 
 
-def _hand_out(parameter: nn.Parameter) -> None:
+_HANDED_OUT: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Of each sharded parameter, what `.data` has returned."""
+
+
+def _hand_out_shard(parameter: DTensor, data: torch.Tensor) -> None:
+    ShardUses.add()
+    if is_watched(parameter):
+        living = [reference for reference in _HANDED_OUT.get(parameter, ()) if reference() is not None]
+        _HANDED_OUT[parameter] = [*living, weakref.ref(data)]
+
+
+def _hand_out(parameter: nn.Parameter, _: torch.Tensor) -> None:
     if _VERSION in parameter.__dict__:
         parameter.__dict__[_VERSION] = -1  # a write through `.data` leaves no trace
 
@@ -141,7 +154,7 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
-    ShardUses.add(tensor)
+    ShardUses.add()
     if is_watched(tensor):
         _refuse_other_kind(tensor, value)
     elif isinstance(tensor, nn.Parameter):
@@ -158,6 +171,9 @@ def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
             fix="assign a tensor of the same layout, or the whole tensor",
         )
     if not local.is_meta and own.data_ptr() != local.data_ptr():
+        for data in (reference() for reference in _HANDED_OUT.pop(tensor, ())):
+            if data is not None and local_tensor(data).data_ptr() == local.data_ptr():
+                compat.copy_memory(data)  # as when two tensors exchange their `.data`
         with torch.no_grad():
             local.copy_(own)
     return True
