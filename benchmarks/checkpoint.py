@@ -251,6 +251,8 @@ def _step_rows(where: str, setup: checkpoint_async.Setup, measured: checkpoint_a
 def main() -> int:
     options = parse("Checkpoints against torch's own.", toy_help="a tiny model: does it run?", add=_add_options)
     rows: list[Result] = []
+    if options.folder is not None:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-bench-", dir=options.folder))
     try:
         if options.only in (None, "files"):

@@ -65,6 +65,8 @@ class Row:
     lora: sw.LoraConfig | None = None
     recompute: bool = False
     """Of peers: whether layers are recomputed in backward."""
+    capped_gib: float | None = None
+    """What the allocator may take of the GPU's memory."""
     warmup: int = 10
     stretches: int = 6
 
@@ -97,6 +99,9 @@ ROWS = {
     "lightning-1b-batch2": Row("llama3-1b", 2, kind="lightning", stretches=4),
     "lightning-1b-batch4": Row("llama3-1b", 4, kind="lightning", stretches=3),
     "lightning-8b": Row("llama3-8b", 1, kind="lightning", recompute=True, warmup=5, stretches=3),
+    "offload-6b": Row(
+        "benchmarks.gpu:llama_6b", 1, settings=(("offload", True),), capped_gib=40, warmup=1, stretches=1
+    ),
     "pictures": Row("benchmarks.peers:seeing_model", 4, 1024, kind="pictures"),
     "pictures-tutorial": Row("benchmarks.peers:seeing_model", 4, 1024, kind="tutorial", warmup=5, stretches=4),
 }
@@ -145,6 +150,12 @@ def data_of(row: Row) -> DataConfig:
         return DataConfig(sequence_length=row.length, keep_apart=False)
     source = "benchmarks.peers:pictures" if row.kind == "pictures" else "benchmarks.gpu:random_tokens"
     return DataConfig(source=source, sequence_length=row.length)
+
+
+def llama_6b() -> torch.nn.Module:
+    """Llama-3.1-8B with 23 of its 32 layers: 6.07B parameters; a small one where there is no GPU."""
+    on_gpu = torch.cuda.is_available()
+    return load_model("llama3-8b", options={"num_layers": 23}) if on_gpu else load_model("llama3-debug")
 
 
 def random_tokens(config: DataConfig) -> RandomTokens:
@@ -201,6 +212,9 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
     if row.kind == "looped":
         GroupedExperts.forward = loop_over_experts  # pyrefly: ignore[bad-assignment]
     started, on_gpu = time.perf_counter(), torch.cuda.is_available()
+    if on_gpu and row.capped_gib is not None:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(row.capped_gib * 2**30 / whole)
     steps, found = None, dict[str, Any]()
     if row.kind in peers.RUNS:
         clock = peers.Stretches(row.warmup, row.stretches, _STRETCH)
@@ -229,7 +243,8 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
         "allocator_retries": num_retries() - retries,
     }
     if steps is not None:
-        found |= {"host_waits": host_waits(steps), "kernels_ms": kernel_times(steps, median(times) * 1e3)}
+        found |= {"kernels_ms": kernel_times(steps, median(times) * 1e3)}
+        found |= {} if row.capped_gib else {"host_waits": host_waits(steps)}  # an optimizer on the CPU waits anyway
     shape = (llama.SHAPES | moe.SHAPES).get(row.model)
     if shape is not None:
         flops, peak = flops_per_token(load_model(row.model), row.length), peak_flops("cuda") or float("nan")
@@ -278,18 +293,41 @@ def toy(row: Row) -> Row:
 
 
 def kernel_times(steps: Callable[[int], None], step_ms: float) -> dict[str, float]:
-    """Milliseconds of a step by class of kernel; `idle` is what is left of the step."""
+    """Milliseconds of a step by class of kernel, in which the GPU is idle, and of transfers from and to the host."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         steps(2)
         torch.cuda.synchronize()
     spent: dict[str, float] = {}
+    ranges: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in recorded.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             name = event.name.lower()
             kind = next((kind for kind, parts in _CLASSES.items() if any(part in name for part in parts)), "other")
             spent[kind] = spent.get(kind, 0.0) + event.device_time / 2e3
-    spent["idle"] = step_ms - sum(spent.values())
+            is_transfer = "memcpy" in name and ("htod" in name or "dtoh" in name)
+            ranges[is_transfer].append((event.time_range.start, event.time_range.end))
+    transfers, busy = merged(ranges[True]), merged(ranges[False])
+    together = length(merged([*transfers, *busy]))
+    beside = (length(transfers) + length(busy) - together) / 2e3
+    spent["idle"] = step_ms - together / 2e3
+    spent |= {"transfers": length(transfers) / 2e3, "transfers beside kernels": beside} if beside else {}
     return {kind: round(milliseconds, 1) for kind, milliseconds in spent.items()}
+
+
+def merged(ranges: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Ranges of time without overlaps."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(ranges: list[tuple[float, float]]) -> float:
+    """Of all ranges together."""
+    return sum(end - start for start, end in ranges)
 
 
 def host_waits(steps: Callable[[int], None]) -> list[str]:
@@ -338,13 +376,13 @@ def main() -> int:
     status = 0
     for name in options.rows:
         command = [sys.executable, "-m", "benchmarks.gpu", name, "--here", *(["--toy"] if options.toy else [])]
-        ran = subprocess.run(command, capture_output=True, text=True)
+        # Messages go straight to the terminal, so that a run that is killed shows how far it came.
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         found = [line for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
         if not found:
-            print(f"{name} failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-3000:]}", flush=True)
+            print(f"{name} failed:\n{ran.stdout[-1500:]}", flush=True)
             status = 1
             continue
-        print(ran.stderr[-600:] if "out of memory" in ran.stderr else "", end="")
         report("gpu", [result_of(name, rows[name], json.loads(found[0].removeprefix("FOUND ")))], save=options.save)
     return status
 

@@ -19,7 +19,7 @@ from shardwise.distributed.collective_trace import (
     open_shared_trace,
 )
 from shardwise.distributed.tracer import CollectiveTracer
-from shardwise.sharding.watching import watch_group
+from shardwise.sharding.hooks.watching import watch_group
 
 Event = tuple[CollectiveKind, int]
 _ROUNDS = 200

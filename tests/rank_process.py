@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.distributed import mesh as meshes
-from shardwise.sharding.watching import Watch
+from shardwise.sharding.hooks.watching import Watch
 from tests.leaks import leaks_since, num_groups, restore, take_snapshot
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"

@@ -51,13 +51,13 @@ from shardwise.sharding.adapters import merge_lora as merge_lora
 from shardwise.sharding.apply import shard as shard
 from shardwise.sharding.blocks import checkpoint_activations as checkpoint_activations
 from shardwise.sharding.blocks import compile_blocks as compile_blocks
-from shardwise.sharding.context_attention import split_sequences as split_sequences
-from shardwise.sharding.context_parallel import whole_sequences as whole_sequences
 from shardwise.sharding.full_params import full_params as full_params
 from shardwise.sharding.full_params import iter_full_tensors as iter_full_tensors
 from shardwise.sharding.materialize import materialize as materialize
-from shardwise.sharding.pipeline import Pipeline as Pipeline
-from shardwise.sharding.pipeline import pipeline as pipeline
+from shardwise.sharding.parallel.context_attention import split_sequences as split_sequences
+from shardwise.sharding.parallel.context_parallel import whole_sequences as whole_sequences
+from shardwise.sharding.parallel.pipeline import Pipeline as Pipeline
+from shardwise.sharding.parallel.pipeline import pipeline as pipeline
 from shardwise.sharding.prepare import prepare_fully_shard as prepare_fully_shard
 from shardwise.sharding.registry import recover as recover
 from shardwise.training.ema import EMA as EMA

@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.config.schema import MeshConfig, PipelineConfig, ShardConfig
 from shardwise.distributed.mesh import make_mesh
-from shardwise.sharding.pipeline import pipeline
+from shardwise.sharding.parallel.pipeline import pipeline
 from shardwise.training import objective as chunked_loss
 from shardwise.training.objective import Objective, logits_of, next_token_loss
 from tests.decoders import VOCAB, make_batch, num_tokens

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import CheckpointError
-from shardwise.sharding.inventory import full_tensor, local_chunks, local_part, local_tensor, slices_of
+from shardwise.sharding.inventory import full_tensor, gather_full, local_chunks, local_part, local_tensor, slices_of
 from tests.ranks import ranks
 
 SIZES = (1, 2, 3, 5, 8, 9, 13, 17, 24)
@@ -82,6 +82,20 @@ def test_placements_by_hand(rank: int):
             tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
             held_by(tensor, full)
             assert torch.equal(full_tensor(tensor), full), (placements, size)
+        several = [
+            numbered(size, 6).to(dtype) for size, dtype in ((24, torch.float64), (13, torch.bfloat16), (1, torch.bool))
+        ]
+        spread = [distribute_tensor(each, mesh, placements, src_data_rank=None) for each in several]
+        for full, gathered in zip(several, gather_full(spread, [each.dtype for each in several]), strict=True):
+            assert torch.equal(gathered, full), (placements, full.dtype)
+
+
+@ranks(2)
+def test_what_is_whole_everywhere_is_copied(rank: int):
+    mesh, local = init_device_mesh("cpu", (2,)), numbered(3)
+    full = full_tensor(DTensor.from_local(local, mesh, [Replicate()]))
+    full.zero_()
+    assert torch.equal(local, numbered(3))
 
 
 @ranks(2)

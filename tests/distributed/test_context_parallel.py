@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.config.schema import ContextConfig, MeshConfig, ShardConfig
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, make_mesh
 from shardwise.errors import ConfigError, ShardError
-from shardwise.sharding.context_attention import split_sequences
+from shardwise.sharding.parallel.context_attention import split_sequences
 from shardwise.training.generating import generate
 from shardwise.training.step import accumulate, clip_grad_norm_, mean_over_ranks, token_mean
 from tests.decoders import VOCAB, build, make_batch, num_tokens, summed_loss, train_alone

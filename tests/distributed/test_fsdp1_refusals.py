@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from shardwise.errors import ShardwiseError
 from shardwise.fsdp1 import FullyShardedDataParallel as FSDP
-from shardwise.fsdp1 import settings
+from shardwise.fsdp1 import initialising
 from shardwise.fsdp1.sharded_grad_scaler import ShardedGradScaler
 from tests.ranks import ranks
 
@@ -219,6 +219,6 @@ def test_what_fsdp1_refuses_is_refused(rank: int, case: str):
 @pytest.mark.parametrize("case", WARNED)
 def test_what_fsdp1_warns_about_is_warned_about(rank: int, case: str):
     message, call = WARNED[case]
-    settings._SAID.clear()
+    initialising._SAID.clear()
     with pytest.warns(UserWarning, match=message):
         call()

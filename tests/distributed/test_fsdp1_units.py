@@ -325,9 +325,9 @@ def test_evaluation_between_backward_and_step_does_not_hide_the_step(rank: int):
 
 @ranks(2)
 def test_backward_post_and_none_are_said_once(rank: int):
-    from shardwise.fsdp1 import settings
+    from shardwise.fsdp1 import initialising
 
-    settings._SAID.clear()
+    initialising._SAID.clear()
     with pytest.warns(UserWarning, match="BACKWARD_POST"):
         FSDP(tiny(), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     FSDP(tiny(), backward_prefetch=BackwardPrefetch.BACKWARD_POST)  # a warning would be an error here

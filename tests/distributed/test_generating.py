@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.models import multimodal
 from shardwise.models.llama import SHAPES, Llama
 from shardwise.training.generating import generate
 from tests.ranks import ranks
@@ -132,3 +133,17 @@ def test_wrong_arguments_are_refused():
         generate(build(), torch.zeros(0, dtype=torch.int64), 2)
     with pytest.raises(ConfigError, match="temperature is -1"):
         generate(build(), PROMPT, 2, temperature=-1)
+
+
+@ranks(2)
+def test_multimodal_model_trains_and_draws_in_bfloat16(rank: int):
+    torch.manual_seed(0)
+    shape = multimodal.SHAPES["multimodal-debug"]
+    config = sw.ShardConfig(precision=sw.PrecisionConfig(param_dtype="bfloat16"))
+    model = sw.shard(multimodal.Multimodal(shape), config)
+    size = shape.vision_config.image_size
+    ids, picture = torch.randint(0, shape.vocab_size, (2, 16)), torch.randn(2, 3, size, size)
+    loss = model(input_ids=ids, pixel_values=picture, target_pixels=picture)["loss"]
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(model.generate_image(ids, picture, num_steps=2)).all()

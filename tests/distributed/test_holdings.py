@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.sharding.error_notes import annotate, memory_breakdown
+from shardwise.sharding.hooks.error_notes import annotate, memory_breakdown
 from tests.ranks import ranks
 
 FLOAT = 4

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.config.schema import PrefetchConfig, ShardConfig
 from shardwise.diagnosing.guard import guard
@@ -245,6 +246,32 @@ def test_steps_after_the_first_communicate_nothing_more(rank: int):
     given = Microbatches(model, ROWS, ROWS)
     given.run(work, {"tokens": tokens(rank, 0, ROWS)})
     assert len(calls) == 9
+
+
+class Copies(TorchDispatchMode):
+    """Counts the tensors that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+def test_steps_after_the_first_copy_no_buffers(rank: int):
+    """Several ranks do not repeat such a step, so nothing has to be put back."""
+    model = shard_by_hand(tiny(), mesh_1d(2))
+    model.register_buffer("seen", torch.zeros(()))
+    micro, copied = Microbatches(model, ROWS), []
+    for _ in range(5):
+        with Copies() as copies:
+            micro.run(lambda parts: None, {"tokens": tokens(rank, 0, ROWS)})
+        copied.append(copies.num)
+    assert all(copied[:3])
+    assert copied[3:] == [0, 0]
 
 
 @ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,39 @@ def copy_into(parameter: nn.Parameter) -> None:
 
 
 WRITES: list[Callable[[nn.Parameter], None]] = [clamp, clamp_data, assign_data, copy_into]
+
+
+def set_rows(weight: torch.Tensor) -> None:
+    weight[2] = 0.5
+    weight[1, 3] = 2.0
+    weight[torch.tensor([0, 7])] = torch.ones(2, 8)
+
+
+def change_rows(weight: torch.Tensor) -> None:
+    weight[2].mul_(2)
+    weight[3:6] += 1
+    weight[4:7][1].copy_(torch.arange(8.0))
+    weight.t()[:, 6].neg_()
+
+
+def change_parts(weight: torch.Tensor) -> None:
+    weight.narrow(0, 1, 4).zero_()
+    weight.chunk(4)[1].add_(1)
+    for row in weight:
+        row.div_(2)
+    weight.view(-1)[5:20].fill_(1.0)
+    weight.diagonal().add_(1)
+    weight.fill_diagonal_(0.3)
+
+
+def change_by_index(weight: torch.Tensor) -> None:
+    weight.index_fill_(0, torch.tensor([1]), 0.5)
+    weight.index_copy_(0, torch.tensor([6]), torch.ones(1, 8))
+    weight.renorm_(2, 0, 0.5)
+    torch.nn.init.zeros_(weight[:3])
+
+
+PARTIAL_WRITES: list[Callable[[torch.Tensor], None]] = [set_rows, change_rows, change_parts, change_by_index]
 
 
 class Scaled(nn.Module):
@@ -157,6 +191,33 @@ def assign(slow: nn.Parameter, fast: nn.Parameter) -> None:
 @pytest.mark.parametrize("move", [lerp, multiply_and_add, assign], ids=lambda move: move.__name__)
 def test_a_teacher_that_forward_moves(rank: int, move: Callable[[nn.Parameter, nn.Parameter], None]):
     compare(Teacher(move), rank)
+
+
+@pytest.mark.parametrize("write", PARTIAL_WRITES)
+@ranks(2)
+def test_a_write_to_a_part_is_kept(rank: int, write: Callable[[torch.Tensor], None]):
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = sw.shard(copy.deepcopy(expected))
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    for of_weight in (lambda weight: weight, lambda weight: weight.data, lambda weight: weight.detach()):
+        with torch.no_grad():
+            write(of_weight(model[0].weight))
+            write(of_weight(expected[0].weight))
+        torch.testing.assert_close(model[0].weight.full_tensor(), expected[0].weight)
+        torch.testing.assert_close(model(x[rank]), expected(x[rank]))
+
+
+@ranks(2)
+def test_a_part_can_be_read_saved_and_combined(rank: int, tmp_path: Path):
+    model = sw.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    with torch.no_grad():
+        rows = model[0].weight[:3]
+        torch.testing.assert_close(rows + torch.ones(8), model[0].weight.full_tensor()[:3] + 1)
+    torch.save({"rows": rows, **model.state_dict()}, tmp_path / f"{rank}.pt")
+    saved = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+    assert type(saved["rows"]) is DTensor
+    torch.testing.assert_close(saved["rows"].full_tensor(), rows.full_tensor())
 
 
 @ranks(2)

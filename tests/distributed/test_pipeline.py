@@ -15,7 +15,7 @@ from shardwise.checkpointing.weights import save_full
 from shardwise.config.schema import GroupOverride, MeshConfig, PipelineConfig, ShardConfig
 from shardwise.distributed.mesh import data_parallel_mesh, data_parallel_rank, make_mesh
 from shardwise.errors import CheckpointError, ConfigError, ShardError
-from shardwise.sharding.pipeline import pipeline
+from shardwise.sharding.parallel.pipeline import pipeline
 from shardwise.training.generating import generate
 from shardwise.training.step import clip_grad_norm_
 from tests.decoders import build, make_batch, num_tokens, summed_loss, train_alone

@@ -19,7 +19,7 @@ from shardwise.distributed.mesh import make_mesh
 from shardwise.errors import ShardwiseError
 from shardwise.models.load import load_model
 from shardwise.sharding.nf4 import quantize_nf4
-from shardwise.sharding.pipeline import pipeline
+from shardwise.sharding.parallel.pipeline import pipeline
 from tests.decoders import build, make_batch, summed_loss
 from tests.ranks import ranks
 from tests.unit.sharding.test_adapters import Packed, stack

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config.schema import PrecisionConfig, ShardConfig
 from shardwise.sharding.apply import shard
-from shardwise.sharding.graph_calls import graph_calls
+from shardwise.sharding.hooks.graph_calls import graph_calls
 from tests.ranks import ranks
 from tests.zoo.checking import mesh_of
 

@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.config.schema import PipelineConfig, TensorConfig
 from shardwise.distributed.mesh import data_parallel_rank, make_mesh
 from shardwise.models import llama, moe, multimodal, transformer
-from shardwise.sharding.tensor_parallel import _is_close, tensor_of
+from shardwise.sharding.parallel.tensor_parallel import _is_close, tensor_of
 from shardwise.training import objective as chunked_loss
 from shardwise.training.generating import generate
 from shardwise.training.objective import Objective, next_token_loss

@@ -143,6 +143,17 @@ def recomputed_inside(shard: Shard, rows: Rows) -> Any:
     return train(shard(Recomputing()), rows)
 
 
+@program
+def recomputed_and_run_again(shard: Shard, rows: Rows) -> Any:
+    class Again(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.blocks[0], self.inp(x), use_reentrant=True)
+            x = checkpoint(self.blocks[0], self.blocks[1](x), use_reentrant=True)
+            return self.out(self.blocks[0](x) + self.blocks[2](x))
+
+    return train(shard(Again()), rows)
+
+
 class SavesWeight(torch.autograd.Function):
     """Saves a parameter, computes with it again in backward, and has a gradient for it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,11 @@ class StoredTensor:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Where its bytes lie; equal for two names of the same bytes."""
+        return tuple((chunk.spec, chunk.file, chunk.offset, id(chunk.data)) for chunk in self.chunks)
+
     def problem(self, wanted: ChunkSpec | None = None) -> str:
         """Why every element of it, or of a part, is not stored exactly once; empty when it is."""
         return (wanted or ChunkSpec.whole(self.shape)).coverage_problem(chunk.spec for chunk in self.chunks)
@@ -229,32 +234,43 @@ class Contents:
         """What `StoredChunk.file` is relative to."""
         return self.path if isinstance(self.path, str) or self.path.is_dir() else self.path.parent
 
+    def path_of(self, name: str) -> KeyPath:
+        """Where a tensor or value stands in the nested state dict; a name that came from none stands alone."""
+        return self.structure.get(name, (name,))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
+def merge_contents(path: Path | str, format: str, parts: Iterable[Contents]) -> Contents:
+    """What several files, or folders, hold together; of two things with one name the last counts."""
+    merged = Contents(path, format, {})
+    for part in parts:
+        merged = replace(
+            merged,
+            tensors={**merged.tensors, **part.tensors},
+            values={**merged.values, **part.values},
+            structure={**merged.structure, **part.structure},
+            file_bytes={**merged.file_bytes, **part.file_bytes},
+            streams=(*merged.streams, *part.streams),
+            block_bytes=merged.block_bytes or part.block_bytes,
+        )
+    return merged
+
+
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:
     """Cut the elements `[start, end)` of a row-major tensor into chunks, each with the number of elements before it."""
-    if start >= end:
-        return
-    if len(shape) <= 1:
-        yield ChunkSpec((start,) * len(shape), (end - start,) * len(shape)), 0
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, (end - 1) // row
-    done = 0
-    if first != last and start % row:
-        for spec, before in chunks_of_range(shape[1:], start % row, row):
-            yield ChunkSpec((first, *spec.starts), (1, *spec.sizes)), before
-        done, first = row - start % row, first + 1
-    full_rows = (end - first * row) // row if start + done == first * row else 0
-    if full_rows:
-        rest = tuple(shape[1:])
-        yield ChunkSpec((first, *(0 for _ in rest)), (full_rows, *rest)), done
-        done, first = done + full_rows * row, first + full_rows
-    if start + done < end:
-        begin = start + done - first * row
-        for spec, before in chunks_of_range(shape[1:], begin, end - first * row):
-            yield ChunkSpec((first, *spec.starts), (1, *spec.sizes)), done + before
+    rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]  # elements of one row above each dimension
+    at = start
+    while at < end:
+        # The outermost dimension along which a whole row starts here and fits.
+        fitting = (dim for dim in range(len(shape)) if at % rows[dim + 1] == 0 and at + rows[dim + 1] <= end)
+        if (dim := next(fitting, None)) is None:  # a scalar
+            yield ChunkSpec((), ()), 0
+            return
+        count = min(end - at, rows[dim] - at % rows[dim]) // rows[dim + 1]
+        starts = tuple(at // below % size for size, below in zip(shape, rows[1:], strict=True))
+        yield ChunkSpec(starts, (*(1,) * dim, count, *shape[dim + 1 :])), at - start
+        at += count * rows[dim + 1]

@@ -14,13 +14,12 @@ from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, LocalChunk, StoredTensor
 from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
+from shardwise.checkpointing.formats.full import FullWriter, full_tree
 from shardwise.checkpointing.formats.safetensors import DEFAULT_SHARD_BYTES, Chunks, SafetensorsWriter
 from shardwise.checkpointing.formats.values import encode_value
 from shardwise.checkpointing.hugging_face import read_sidecar_files
 from shardwise.checkpointing.inspecting import refuse_damaged, refuse_unsound
 from shardwise.checkpointing.names import only_model, with_our_names
-from shardwise.checkpointing.nested import put_together
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
 from shardwise.errors import require_choice
@@ -93,7 +92,7 @@ def _aliases(contents: Contents) -> dict[str, str]:
     for name, tensor in contents.tensors.items():
         if not name.startswith("model.") or not tensor.chunks or any(chunk.data is not None for chunk in tensor.chunks):
             continue
-        key = (tensor.dtype, tensor.shape, tuple((chunk.spec, chunk.file, chunk.offset) for chunk in tensor.chunks))
+        key = (tensor.dtype, tensor.shape, tensor.place)
         if tensor.num_bytes and first.setdefault(key, name) != name:
             aliases[name] = first[key]
     return aliases
@@ -109,10 +108,7 @@ def _nested(contents: Contents, infos: Mapping[str, StoredTensor]) -> dict[str, 
     """The dictionary that was flattened, with what stands for each tensor in its place."""
     encoded = {name: encode_value(value, name) for name, value in contents.values.items()}
     tensors = {**infos, **{alias: infos[name] for alias, name in _aliases(contents).items()}}
-    leaves = {**tensors, **plain_values(encoded)}
-    notes = make_notes(encoded, contents.structure, step=contents.step, world_size=contents.world_size)
-    nested = put_together({contents.structure.get(name, (name,)): leaf for name, leaf in leaves.items()})
-    return {**nested, NOTES: notes}
+    return full_tree(tensors, encoded, contents.structure, step=contents.step, world_size=contents.world_size)
 
 
 Format = Literal["dcp", "full", "safetensors"]

@@ -54,10 +54,9 @@ def unsound(contents: Contents) -> Iterator[Finding]:
     seen: dict[tuple[object, ...], str] = {}
     shared: list[tuple[str, str]] = []
     for name, tensor in contents.tensors.items():
-        path = contents.structure.get(name, ())
+        path = contents.path_of(name)
         if len(path) >= 3 and path[-3] == "state" and tensor.num_bytes > 8 and len(tensor.chunks) == 1:
-            chunk = tensor.chunks[0]
-            first = seen.setdefault((path[:-1], chunk.file, chunk.offset, id(chunk.data)), name)
+            first = seen.setdefault((path[:-1], tensor.place), name)
             shared += [(first, name)] if first != name else []
     if shared:
         yield _error(
@@ -318,7 +317,7 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
     named = with_our_names(contents)
     dtypes, counts, sizes = Counter[str](), Counter[str](), Counter[str]()
     for name, tensor in named.tensors.items():
-        section = str(named.structure.get(name, (name,))[0])
+        section = str(named.path_of(name)[0])
         counts[section] += 1
         sizes[section] += tensor.num_bytes
         dtypes[tensor.dtype] += tensor.num_bytes
@@ -361,9 +360,8 @@ def _num_elements(contents: Contents) -> int:
     seen: set[object] = set()
     total = 0
     for name, tensor in contents.tensors.items():
-        place = (tensor.shape, *((chunk.file, chunk.offset, id(chunk.data)) for chunk in tensor.chunks))
-        if contents.structure.get(name, (name,))[:-1] == root and place not in seen:
-            seen.add(place)
+        if contents.path_of(name)[:-1] == root and (tensor.shape, tensor.place) not in seen:
+            seen.add((tensor.shape, tensor.place))
             total += math.prod(tensor.shape)
     return total
 

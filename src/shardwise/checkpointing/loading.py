@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -13,10 +14,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import compat
-from shardwise.checkpointing import nested
 from shardwise.checkpointing import state as run_state
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
-from shardwise.checkpointing.names import Matched, ModelTensor, canonical_name, local_chunks, match, model_tensors
+from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
+from shardwise.checkpointing.formats.values import put_together
+from shardwise.checkpointing.names import (
+    Matched,
+    ModelTensor,
+    canonical_name,
+    local_chunks,
+    match,
+    model_tensors,
+    with_our_names,
+)
 from shardwise.checkpointing.reading import Request, RequestReader, Verify, requests_for, stored_differ
 from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.checkpointing.state import EXTRA_STATE, Run, extra_states, mark_unusable, mark_usable, section_path
@@ -38,7 +48,7 @@ def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, fr
 
     With it come the names that differed between the ranks that saved, where this run has another number of ranks.
     """
-    own, differing, prefix = {}, set(), f"{nested.PER_RANK}."
+    own, differing, prefix = {}, set(), f"{run_state.PER_RANK}."
     stored_by_ranks = [name for name in (*contents.tensors, *contents.values) if name.startswith(prefix)]
     for name in stored_by_ranks:
         _, owner, bare = name.split(".", 2)
@@ -134,27 +144,31 @@ class LoadPlan:
     def set_random_numbers(self) -> None:
         """Set the generators, last: what comes before may draw from them."""
         if self._random_numbers and self._names_under(f"rng.{self._rank}."):
-            nested.set_encoded_random_state(self._random_numbers)
+            run_state.set_encoded_random_state(self._random_numbers)
         elif self._random_numbers:
-            nested.seed_from_state(self._random_numbers, self._rank)
+            run_state.seed_from_state(self._random_numbers, self._rank)
 
     def _names_under(self, prefix: str) -> list[str]:
         """Tensors and values whose names begin so, in the checkpoint's order."""
         stored = (self.contents.tensors, self.contents.values)
         return [name for names in stored for name in names if name.startswith(prefix)]
 
-    def _differing_under(self, prefix: str) -> list[str]:
-        return sorted(name for name in self._differing if name.startswith(prefix))
+    def _refuse_differing(self, prefix: str, advice: str) -> bool:
+        """Whether state under a name differed between the ranks that saved it, of which there are not as many now."""
+        differing = sorted(name for name in self._differing if name.startswith(prefix))
+        if differing:
+            self._problems.append(
+                f"{prefix[:-1]}: its state differed between the {self.contents.world_size} ranks that saved it "
+                f"({', '.join(differing[:3])}); {advice}"
+            )
+        return bool(differing)
 
     def _path(self, name: str) -> KeyPath:
         return self.contents.structure.get(name) or tuple(name.split("."))
 
     def _read_into(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Ask for this rank's part of a tensor."""
-        if isinstance(tensor, DTensor):
-            self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
-        else:
-            self._requests.append(Request(name, tensor.detach(), ChunkSpec.whole(tuple(tensor.shape))))
+        self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
         return tensor
 
     def _read_whole(self, name: str) -> torch.Tensor:
@@ -173,13 +187,10 @@ class LoadPlan:
         own = self._expected(model, model_tensors(model), tensors)
         self.matched[name] = match(model, part, own)
         self.matched[name].refuse(part, self._strict)
-        if self._strict and (differing := self._differing_under(prefix)):
-            self._problems.append(
-                f"{differing[0]} and {len(differing) - 1} more differed between the {self.contents.world_size} ranks "
-                "that saved them; strict=False takes rank 0's"
-            )
+        if self._strict:
+            self._refuse_differing(prefix, "strict=False takes rank 0's")
         for key, module in extra_states(model).items() if not self._weights_only else ():
-            if self._strict or f"{prefix}{key}.{nested.LAYOUT}" in self.contents.values:
+            if self._strict or f"{prefix}{key}.{run_state.LAYOUT}" in self.contents.values:
                 path = (*section_path("model", name), key)
                 self._plan_object(path, module.get_extra_state(), module.set_extra_state)
 
@@ -228,21 +239,17 @@ class LoadPlan:
 
     def _plan_object(self, path: KeyPath, live: Any, put: Callable[[Any], object]) -> None:
         """Plan to read what is stored under `path`, into `live` where a tensor there fits, and to `put` it back."""
-        key, tensors, values = nested.dotted(path), self.contents.tensors, self.contents.values
-        layout = values.get(f"{key}.{nested.LAYOUT}")
+        key, tensors, values = run_state.dotted(path), self.contents.tensors, self.contents.values
+        layout = values.get(f"{key}.{run_state.LAYOUT}")
         names = [key] if key in tensors or key in values else []
-        names += [name for name in self._names_under(f"{key}.") if not name.endswith(f".{nested.LAYOUT}")]
+        names += [name for name in self._names_under(f"{key}.") if not name.endswith(f".{run_state.LAYOUT}")]
         if layout is None and not names:
             self._problems.append(f"{key}: not in the checkpoint")
             return
-        if differing := self._differing_under(f"{key}."):
-            self._problems.append(
-                f"{key}: its state differed between the {self.contents.world_size} ranks that saved it "
-                f"({differing[0]}); leave it out of load() to go on without it"
-            )
+        if self._refuse_differing(f"{key}.", "leave it out of load() to go on without it"):
             return
         try:
-            current = nested.flatten(live, path)[0].tensors
+            current = run_state.flatten(live, path)[0].tensors
         except CheckpointError:  # what is there now could not be stored; that is no reason not to load
             current = {}
         found: dict[str, Any] = {}
@@ -256,26 +263,22 @@ class LoadPlan:
 
         def finish() -> None:
             if layout is not None:
-                put(nested.unflatten(layout, found))
+                put(run_state.unflatten(layout, found))
             else:
-                put(nested.put_together({self._path(name)[len(path) :]: item for name, item in found.items()}))
+                put(put_together({self._path(name)[len(path) :]: item for name, item in found.items()}))
 
         self._finish.append(finish)
 
     def _plan_optimizer(self, optimizer: Optimizer, groups: list[run_state.NamedGroup], path: KeyPath) -> None:
         """Plan to restore one optimizer, stepped or not; it is never stepped here."""
         follow_names(optimizer)
-        prefix, problems, strict = nested.dotted(path), self._problems, self._strict
+        prefix, problems, strict = run_state.dotted(path), self._problems, self._strict
         states, stored_groups = self._stored_optimizer(path)
         if not stored_groups and not states:
             problems.append(f"{prefix}: the checkpoint has no state of this optimizer")
             return
         if strict:
-            if differing := self._differing_under(f"{prefix}."):
-                problems.append(
-                    f"{prefix}: {len(differing)} states differed between the {self.contents.world_size} ranks that "
-                    f"saved them, as {differing[0]}"
-                )
+            self._refuse_differing(f"{prefix}.", "strict=False takes rank 0's")
             live = {name for group in groups for name in group.names}
             known = {name for names, _ in stored_groups for name in names} | set(states)
             problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
@@ -295,7 +298,7 @@ class LoadPlan:
             options |= {key: group.options[key] for key in run_state.LIVE_OPTIONS - {"params"} if key in group.options}
             for name, parameter in zip(group.names, group.parameters, strict=True):
                 found = {
-                    keys: (kinds.get(f"{name}.{nested.dotted(keys)}"), full)
+                    keys: (kinds.get(f"{name}.{run_state.dotted(keys)}"), full)
                     for keys, full in states.get(name, {}).items()
                 }
                 self._plan_state(optimizer, parameter, found, options)
@@ -306,7 +309,7 @@ class LoadPlan:
         """The flat names of each parameter's states; and of each group its parameters, and its options' flat names."""
         states: dict[str, dict[KeyPath, str]] = {}
         groups: dict[int, dict[KeyPath, str]] = {}
-        for name in self._names_under(nested.dotted(path) + "."):
+        for name in self._names_under(run_state.dotted(path) + "."):
             keys = self._path(name)[len(path) :]
             if len(keys) >= 3 and keys[0] == "state":
                 if canonical_name(str(keys[1])) not in self._elsewhere:
@@ -334,7 +337,7 @@ class LoadPlan:
             if tensor is None:
                 parts[keys] = self.contents.values[name]
                 continue
-            key = nested.dotted(keys)
+            key = run_state.dotted(keys)
             kinds[keys] = kind = known_kind or run_state.default_kind(key, tensor.shape, parameter)
             target = _live_state(optimizer, parameter, keys, kind, tensor)
             if target is None:
@@ -345,7 +348,7 @@ class LoadPlan:
             if not parts:  # it had none when it was saved
                 optimizer.state.pop(parameter, None)
                 return
-            optimizer.state[parameter] = nested.put_together({
+            optimizer.state[parameter] = put_together({
                 keys: local_tensor(part) if kinds.get(keys) == "local" else part for keys, part in parts.items()
             })  # fmt: skip
 
@@ -355,7 +358,7 @@ class LoadPlan:
         """Plan to set a group's options; return what they will be."""
         tensors, values = self.contents.tensors, self.contents.values
         parts = {keys: self._read_whole(name) if name in tensors else values[name] for keys, name in stored.items()}
-        options = nested.put_together(parts) if parts else {}
+        options = put_together(parts) if parts else {}
         options = {key: value for key, value in options.items() if key not in run_state.LIVE_OPTIONS}
 
         def finish() -> None:
@@ -374,7 +377,7 @@ class LoadPlan:
 
 def _prefix(model: str) -> str:
     """What stands before the names of a model's tensors."""
-    return nested.dotted(section_path("model", model)) + "."
+    return run_state.dotted(section_path("model", model)) + "."
 
 
 def _takes(tensor: torch.Tensor, stored: StoredTensor) -> bool:
@@ -407,6 +410,13 @@ def _live_state(
     if kind == "local" and isinstance(parameter, DTensor):
         return compat.dtensor_like(tensor, parameter)
     return tensor if tuple(tensor.shape) == stored.shape else None
+
+
+def open_for(run: Run, path: str | Path) -> Contents:
+    """A checkpoint of any format under our names; the run's model tells those that the files do not."""
+    contents = open_checkpoint(path, model=next(iter(run.models.values())) if len(run.models) == 1 else None)
+    require_names(contents, optimizers=bool(run.optimizers))
+    return with_our_names(contents)
 
 
 def load_run(

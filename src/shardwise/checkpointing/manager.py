@@ -23,13 +23,10 @@ from torch.optim import Optimizer
 
 from shardwise.checkpointing.contents import Contents
 from shardwise.checkpointing.formats import sharded
-from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.loading import load_run
-from shardwise.checkpointing.names import with_our_names
-from shardwise.checkpointing.nested import FlatState
+from shardwise.checkpointing.loading import load_run, open_for
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.saving import PendingSave, Saver, describe_run
-from shardwise.checkpointing.state import Run, Stateful
+from shardwise.checkpointing.state import FlatState, Run, Stateful
 from shardwise.checkpointing.storage import Place, join, place, size_problem, split
 from shardwise.distributed.agreement import Channel, run_and_gather
 from shardwise.errors import CheckpointError, ConfigError, require_choice
@@ -369,7 +366,7 @@ class Checkpointer:
 
         def open_run() -> tuple[Run, Contents]:
             run = Run(model, optimizers, objects)
-            return run, self._open(chosen) if path is None else _open_elsewhere(path, run)
+            return run, self._open(chosen) if path is None else open_for(run, path)
 
         run, contents = self._channel.run_on_all(open_run)
         loaded = load_run(
@@ -489,10 +486,3 @@ class Checkpointer:
                 why="it was made before the process group, and every rank would save as if it were alone",
                 fix="make it after init_distributed() or init_process_group()",
             )
-
-
-def _open_elsewhere(path: str | Path, run: Run) -> Contents:
-    model = next(iter(run.models.values())) if len(run.models) == 1 else None
-    contents = open_checkpoint(path, model=model)
-    require_names(contents, optimizers=bool(run.optimizers))
-    return with_our_names(contents)

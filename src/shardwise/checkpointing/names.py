@@ -44,7 +44,7 @@ def find_sections(contents: Contents) -> tuple[KeyPath | None, tuple[KeyPath, ..
 
     They are found by their shape, and by the usual names where that leaves a choice.
     """
-    paths = {name: _path(contents, name) for name in (*contents.tensors, *contents.values)}
+    paths = {name: contents.path_of(name) for name in (*contents.tensors, *contents.values)}
     optimizers = tuple(
         dict.fromkeys(path[: path.index("param_groups")] for path in paths.values() if "param_groups" in path[:-1])
     )
@@ -68,7 +68,7 @@ def with_our_names(contents: Contents) -> Contents:
     if contents.format == "sharded" or contents.details.get("has_our_names"):
         return contents
     model, optimizers = find_sections(contents)
-    paths = [_path(contents, name) for name in contents.tensors]
+    paths = [contents.path_of(name) for name in contents.tensors]
     bare = [str(path[-1]) for path in paths if path[:-1] == model]
     strip = bool(bare) and all(name.startswith(PARALLEL_PREFIX) for name in bare)  # by DistributedDataParallel
     tensors: dict[str, StoredTensor] = {}
@@ -76,7 +76,7 @@ def with_our_names(contents: Contents) -> Contents:
     structure: dict[str, KeyPath] = {}
     step = contents.step
     for name in (*contents.tensors, *contents.values):
-        path = _path(contents, name)
+        path = contents.path_of(name)
         renamed = _our_path(path, model, optimizers, strip, is_tensor=name in contents.tensors)
         new = ".".join(map(str, renamed))
         if new in structure:
@@ -100,7 +100,7 @@ def with_our_names(contents: Contents) -> Contents:
 
 def only_model(contents: Contents) -> Contents:
     """Just the model's tensors, under bare names, of contents with our names that hold one model."""
-    paths = {name: _path(contents, name) for name in contents.tensors if _path(contents, name)[0] == "model"}
+    paths = {name: contents.path_of(name) for name in contents.tensors if contents.path_of(name)[0] == "model"}
     if not paths or any(len(path) != 2 for path in paths.values()):
         models = sorted({str(path[1]) for path in paths.values() if len(path) > 2})
         raise CheckpointError(
@@ -112,10 +112,6 @@ def only_model(contents: Contents) -> Contents:
     tensors = {str(path[1]): replace(contents.tensors[name], name=str(path[1])) for name, path in paths.items()}
     structure: dict[str, KeyPath] = {name: (name,) for name in tensors}
     return replace(contents, tensors=tensors, values={}, structure=structure)
-
-
-def _path(contents: Contents, name: str) -> KeyPath:
-    return contents.structure.get(name, (name,))
 
 
 def _our_path(

@@ -231,36 +231,22 @@ def read_ranges(
     count: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Read all ranges in order, on several threads where that pays; without `write`, only compare checksums."""
-    todo = iter(ranges)
-    lock = threading.Lock()
+    of_thread = threading.local()
 
-    def work() -> None:
-        nonlocal todo
-        try:
-            with RangeReader(contents, verify=verify) as reader:
-                while (item := take()) is not None:
-                    reader.bring(item) if write else reader.check(item)
-                    with lock:
-                        count(item.num_bytes)
-        except BaseException:
-            todo = iter(())
-            raise
-
-    def take() -> Range | None:
-        with lock:
-            return next(todo, None)
+    def bring(item: Range) -> int:
+        if (reader := getattr(of_thread, "reader", None)) is None:
+            reader = of_thread.reader = readers.enter_context(RangeReader(contents, verify=verify))
+        reader.bring(item) if write else reader.check(item)
+        return item.num_bytes
 
     # What the caller's stream has still to do to the targets must not come after our copies on another.
     for device in {item.request.target.device for item in ranges if write}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-    if num_threads == 1 or _num_bytes(ranges) <= CHUNK_BYTES:
-        work()
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="shardwise-read") as pool:
-        futures = [pool.submit(work) for _ in range(min(num_threads, len(ranges)))]
-    for future in futures:
-        future.result()
+    is_small = num_threads == 1 or _num_bytes(ranges) <= CHUNK_BYTES
+    with contextlib.ExitStack() as readers, ThreadPoolExecutor(num_threads, "shardwise-read") as pool:
+        for num_bytes in (map if is_small else pool.map)(bring, ranges):
+            count(num_bytes)
 
 
 def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]:
@@ -298,20 +284,19 @@ def read_requests(
     requests: Iterable[Request],
     *,
     verify: bool = True,
+    write: bool = True,
     progress: Progress | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """Fill the targets of requests that `check_requests` has proven, comparing checksums as the bytes arrive."""
-    ranges = _all_ranges(contents, requests, verify)
-    with counting(progress, _num_bytes(ranges), "loading") as count:
-        read_ranges(contents, ranges, num_threads or _num_threads(), verify=verify, count=count)
+    """Fill the targets of requests that `check_requests` has proven, comparing checksums as the bytes arrive.
 
-
-def verify_requests(contents: Contents, requests: Iterable[Request], *, progress: Progress | None = None) -> None:
-    """Compare the checksums of all that the requests would read, and write nothing: targets may be on meta."""
-    ranges = [item for item in _all_ranges(contents, requests, True) if item.chunk.checksums]
-    with counting(progress, _num_bytes(ranges), "verifying") as count:
-        read_ranges(contents, ranges, _num_threads(), verify=True, write=False, count=count)
+    Without `write`, only compare the checksums of all that would be read: targets may be on meta.
+    """
+    ranges = [item for request in requests for item in ranges_of(contents.tensors[request.name], request, verify)]
+    ranges = [item for item in ranges if write or item.chunk.checksums]
+    ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # the order on the disk
+    with counting(progress, _num_bytes(ranges), "loading" if write else "verifying") as count:
+        read_ranges(contents, ranges, num_threads or _num_threads(), verify=verify, write=write, count=count)
 
 
 def read_chunk(
@@ -340,12 +325,6 @@ def stored_differ(contents: Contents, first: StoredTensor, copy: StoredTensor, s
         for spec in specs
         for part in first.portions(spec, _BROADCAST_BYTES)
     )
-
-
-def _all_ranges(contents: Contents, requests: Iterable[Request], verify: bool) -> list[Range]:
-    ranges = [item for request in requests for item in ranges_of(contents.tensors[request.name], request, verify)]
-    ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # the order on the disk
-    return ranges
 
 
 def _num_bytes(ranges: list[Range]) -> int:
@@ -381,8 +360,8 @@ class RequestReader:
         return self._run(check_requests, contents, requests)
 
     def verify(self, contents: Contents, requests: Sequence[Request], progress: Progress | None = None) -> None:
-        """See `verify_requests`; where the first rank reads, of all that any rank asks for."""
-        self._run(partial(verify_requests, progress=progress), contents, requests)
+        """Compare the checksums of what is read; where the first rank reads, of all that any rank asks for."""
+        self._run(partial(read_requests, write=False, progress=progress), contents, requests)
 
     def read(
         self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None

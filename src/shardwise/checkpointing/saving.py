@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -20,9 +20,8 @@ from shardwise.checkpointing.background_writer import Work, WriterProcess, bytes
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, LocalChunk, StoredChunk, StoredTensor
 from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.names import local_chunks
-from shardwise.checkpointing.nested import PER_RANK, FlatState
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
-from shardwise.checkpointing.state import Run
+from shardwise.checkpointing.state import PER_RANK, FlatState, Run
 from shardwise.checkpointing.storage import Place, checksum, join, remove_tree
 from shardwise.distributed.agreement import Channel, as_shardwise_error, run_and_gather
 from shardwise.distributed.mesh import widest_mesh
@@ -172,6 +171,10 @@ def _path(name: str, paths: Mapping[str, KeyPath]) -> KeyPath:
     return tuple(name.split("."))  # other ranks' random numbers
 
 
+def _row_major(memory: torch.Tensor) -> torch.Tensor:
+    return memory.resolve_conj().resolve_neg().contiguous()
+
+
 def _staged_tensors(name: str, tensor: torch.Tensor, *, unchanged_until_step: bool) -> list[StagedTensor]:
     """This rank's chunks of a tensor."""
     local = plain_values(local_tensor(tensor))
@@ -246,7 +249,10 @@ class Saver:
                 self._arena.place(staged_tensors)
                 pending.copy = AsyncCopy(staged_tensors, self._arena)
                 collected.tensors.clear()  # what is written is the copy; the run's own tensors must be free to go
-            pending.items = [self._item(staged, pending.copy is not None) for staged in staged_tensors]
+            pending.items = [
+                replace(staged.chunk, memory=staged.offset if pending.copy is not None else _row_major(staged.memory))
+                for staged in staged_tensors
+            ]
             pending.plain = frozenset(staged.chunk.name for staged in staged_tensors if staged.kind == "plain")
         except Exception as caught:
             pending.error = caught
@@ -338,10 +344,6 @@ class Saver:
         chosen = {id(chunks[index]) for index in self._chosen}
         return [staged for staged in staged_tensors if staged.kind != "sharded" or id(staged) in chosen], collected
 
-    def _item(self, staged: StagedTensor, is_copied: bool) -> LocalChunk:
-        memory = staged.offset if is_copied else staged.memory.resolve_conj().resolve_neg().contiguous()
-        return replace(staged.chunk, memory=memory)
-
     def _plain_tensors(self, pending: PendingSave) -> dict[str, StoredTensor]:
         memory = self._arena.view()
 
@@ -365,25 +367,20 @@ class Saver:
         return work(self._arena.view(), progress)
 
     def _commit(self, pending: PendingSave, records: Sequence[sharded.FileRecord], values: dict[str, Any]) -> None:
-        header = self._header(pending, records, values)
-        self._run(pending, partial(commit, pending.folder, records, header, self._fsync))
-
-    def _header(
-        self, pending: PendingSave, records: Iterable[sharded.FileRecord], values: dict[str, Any]
-    ) -> sharded.Header:
-        """The head of the manifest; rank 0's state knows how names came about."""
-        collected = pending.collected
-        names = {tensor.name for record in records for tensor, _ in record.tensors} | {
-            *values,
-            *collected.paths,
-            *collected.aliases,
-        }
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return sharded.Header(
+        """Commit what all ranks have written; rank 0's state knows how names came about."""
+        collected, now = pending.collected, datetime.datetime.now(datetime.UTC)
+        names = {tensor.name for record in records for tensor, _ in record.tensors}
+        names.update(values, collected.paths, collected.aliases)
+        header = sharded.Header(
             step=pending.step,
             world_size=self._back.size,
             values=values,
             aliases=collected.aliases,
             structure={name: _path(name, collected.paths) for name in sorted(names)},
-            details={**collected.details, "torch": str(torch.__version__), "date": now},
+            details={
+                **collected.details,
+                "torch": str(torch.__version__),
+                "date": now.isoformat(timespec="seconds"),
+            },
         )
+        self._run(pending, partial(commit, pending.folder, records, header, self._fsync))

@@ -1,4 +1,4 @@
-"""A run's objects as one table of tensors and values; optimizer state goes by parameter names.
+"""A run's objects as one flat table of tensors and values; optimizer state goes by parameter names.
 
 torch's own functions take one step with zero gradients to find out what state an optimizer keeps, skip it (and
 return nothing) while any gradient exists, and hand out the live tensors. Here the state is what the optimizer holds
@@ -7,9 +7,10 @@ now; when loading, what the checkpoint holds decides what is made.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -20,13 +21,158 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.checkpointing.contents import KeyPath
+from shardwise.checkpointing.formats.values import decode_value, encode_value
 from shardwise.checkpointing.names import ModelTensor, canonical_name, model_tensors
-from shardwise.checkpointing.nested import FlatState, dotted, encoded_random_state, flatten
 from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.models.random_state import random_state, seed_everything, set_random_state
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.registry import names_elsewhere, sharded_state
 from shardwise.sharding.repointing import COUNTERS, refuse_foreign
+
+LAYOUT = "__layout__"
+"""Under `<object>.__layout__` stands how the names of an object fit together."""
+PER_RANK = "per_rank"
+"""Under `per_rank.<rank>.<name>` stands what differs from rank 0's."""
+
+
+@dataclass(slots=True)
+class FlatState:
+    """A nested state as flat names, on this rank, as it will be stored."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The live ones."""
+    unchanged_until_step: set[str] = field(default_factory=set)
+    """Tensors that nothing changes before the next optimizer step, so that copying them may take until then."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Encoded, hence snapshots: what changes in the object later does not change them."""
+    paths: dict[str, KeyPath] = field(default_factory=dict)
+    """Flat name to the keys that lead there."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names of tied weights."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the manifest says of the run besides; JSON."""
+
+    def add(self, path: KeyPath, value: Any, *, unchanged_until_step: bool = False) -> str:
+        """Add a tensor or an encoded value under a name that is not taken yet; return the name."""
+        name = dotted(path)
+        if name in self.paths:
+            raise CheckpointError(
+                "two things have the same name in the checkpoint",
+                where=name,
+                why="keys are joined by dots, and a key with a dot reads like two",
+                fix="rename one of them in the object's state_dict()",
+            )
+        self.paths[name] = path
+        if isinstance(value, torch.Tensor):
+            self.tensors[name] = value
+            if unchanged_until_step:
+                self.unchanged_until_step.add(name)
+        else:
+            self.values[name] = value
+        return name
+
+    def add_object(self, state: object, path: KeyPath, *, unchanged_until_step: bool = False) -> None:
+        """Add an object's state, and its layout beside it."""
+        self.add((*path, LAYOUT), flatten(state, path, self, unchanged_until_step=unchanged_until_step)[1])
+
+
+def dotted(path: KeyPath) -> str:
+    """The flat name of what stands under these keys."""
+    return ".".join(map(str, path))
+
+
+def flatten(
+    nested: object, path: KeyPath, into: FlatState | None = None, *, unchanged_until_step: bool = False
+) -> tuple[FlatState, Any]:
+    """The parts of dictionaries, lists and tuples of tensors and plain values, and their layout for `unflatten`.
+
+    They are added to `into` where that is given.
+    """
+    flat = FlatState() if into is None else into
+
+    def take(value: object, path: KeyPath) -> Any:
+        if isinstance(value, torch.Tensor):
+            return {"tensor": flat.add(path, value, unchanged_until_step=unchanged_until_step)}
+        if isinstance(value, Mapping) and _is_taken_apart(value):
+            pairs = [[encode_value(key, dotted(path)), take(item, (*path, str(key)))] for key, item in value.items()]
+            return {"mapping": pairs}
+        if isinstance(value, list | tuple) and _is_taken_apart(value):
+            items = [take(item, (*path, index)) for index, item in enumerate(value)]
+            return {"list" if isinstance(value, list) else "tuple": items}
+        return {"value": flat.add(path, encode_value(value, dotted(path)))}
+
+    return flat, take(nested, path)
+
+
+def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
+    """Put together what `flatten` took apart, from its layout and what stands under each flat name now."""
+    match layout:
+        case {"tensor": str(name)} | {"value": str(name)}:
+            return found[name]
+        case {"mapping": list(pairs)}:
+            return {decode_value(key): unflatten(item, found) for key, item in pairs}
+        case {"list": list(items)}:
+            return [unflatten(item, found) for item in items]
+        case {"tuple": list(items)}:
+            return tuple(unflatten(item, found) for item in items)
+    raise CheckpointError(
+        "the layout of an object is not readable",
+        where=str(layout)[:120],
+        why="it was written by a newer version, or it is damaged",
+        fix="verify the checkpoint: shardwise ckpt verify PATH",
+    )
+
+
+def _has_tensor(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _is_taken_apart(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
+    """Whether its items get names of their own: as in DCP, but keys other than strings keep their types."""
+    if isinstance(value, Mapping):
+        return (bool(value) and all(type(key) is str for key in value)) or _has_tensor(value)
+    return (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)) or _has_tensor(value)
+
+
+def encoded_random_state() -> dict[str, torch.Tensor]:
+    """Copies of the states of all generators in use, as bytes."""
+    states = random_state().items()
+    return {name: state if isinstance(state, torch.Tensor) else _as_bytes(state) for name, state in states}
+
+
+def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
+    """Put states back, as far as this process has the generators."""
+    for name, state in states.items():
+        try:
+            set_random_state({name: _from_bytes(state) if name in ("python", "numpy") else state})
+        except (ValueError, TypeError, RuntimeError, KeyError) as error:
+            raise CheckpointError(
+                f"the state of {name}'s random numbers cannot be set",
+                where=f"rng.{name}",
+                why=str(error),
+                fix="load without it: Checkpointer(..., rng=False)",
+            ) from error
+
+
+def seed_from_state(states: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Seed the generators of a rank that no state was saved for: from another rank's, the same whenever it resumes."""
+    generator = torch.Generator()
+    generator.set_state(states["torch"])
+    seed_everything(int(torch.randint(0, 2**62, (), generator=generator)) ^ (rank * 0x9E3779B97F4A7C15 % 2**62))
+
+
+def _as_bytes(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(encode_value(value)).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(state: torch.Tensor) -> Any:
+    return decode_value(json.loads(bytes(state.tolist()).decode()))
+
 
 KINDS = "__kinds__"
 """Under `optim.__kinds__` stand the states that are not laid out like their parameter, and how they are."""
@@ -114,7 +260,7 @@ def kind_of(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Kind:
     if isinstance(tensor, DTensor):
         if isinstance(parameter, DTensor) and _is_alike(tensor, parameter):
             return "like"
-        return [_placement_text(placement) for placement in tensor.placements]
+        return [f"S({each.dim})" if type(each) is Shard else "R" for each in tensor.placements]
     if not isinstance(parameter, DTensor):
         return "like" if tensor.shape == parameter.shape and key not in COUNTERS else "plain"
     local_shape = local_tensor(parameter).shape
@@ -145,7 +291,7 @@ def make_state(
     if kind in ("like", "local"):
         local = torch.empty(local_tensor(parameter).shape, dtype=dtype, device=device)
         return compat.dtensor_like(local, parameter)
-    placements = [_placement(text) for text in kind]
+    placements = [Shard(int(text[2:-1])) if text.startswith("S(") else Replicate() for text in kind]
     mesh = parameter.device_mesh
     if len(placements) != mesh.ndim:  # another mesh than at the time: whole on every rank is always right
         placements = [Replicate()] * mesh.ndim
@@ -166,14 +312,6 @@ def _is_alike(tensor: DTensor, parameter: DTensor) -> bool:
     ours, theirs = tensor.device_mesh, parameter.device_mesh
     same_mesh = ours is theirs or ours == theirs  # comparing meshes takes long
     return same_mesh and tensor.placements == parameter.placements and tensor.shape == parameter.shape
-
-
-def _placement_text(placement: Any) -> str:
-    return f"S({placement.dim})" if type(placement) is Shard else "R"
-
-
-def _placement(text: str) -> Shard | Replicate:
-    return Shard(int(text[2:-1])) if text.startswith("S(") else Replicate()
 
 
 # In the module's own dict, so that the mark lives as long as the model.

@@ -15,17 +15,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardwise.checkpointing.contents import ITEM_BYTES, Contents, KeyPath, StoredTensor
+from shardwise.checkpointing.contents import ITEM_BYTES, Contents, StoredTensor
 from shardwise.checkpointing.formats import safetensors
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.full import NOTES, FullWriter, make_notes, plain_values
+from shardwise.checkpointing.formats.full import FullWriter, full_tree
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
-from shardwise.checkpointing.loading import load_run
-from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_tensors, rename_contents, with_our_names
-from shardwise.checkpointing.nested import FlatState, put_together
+from shardwise.checkpointing.loading import load_run, open_for
+from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_tensors, rename_contents
 from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
-from shardwise.checkpointing.state import Run, Stateful, refuse_unusable
+from shardwise.checkpointing.state import FlatState, Run, Stateful, refuse_unusable
 from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
 from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_together, run_on_all
 from shardwise.distributed.mesh import widest_mesh
@@ -111,13 +110,10 @@ def save_weights(
     tensors = run_on_all(lambda: _check(model, path, format), mesh, CheckpointError)
     target = float_dtype(dtype, "save_weights(dtype=...)")
     adapters = adapter_keys(model) if format == "peft" else {}
+    named = {adapters.get(tensor.name, tensor.name): tensor.tensor for tensor in tensors}
     infos = [
-        StoredTensor(
-            adapters.get(tensor.name, tensor.name),
-            target if target and tensor.tensor.is_floating_point() else tensor.dtype,
-            tensor.shape,
-        )
-        for tensor in tensors
+        StoredTensor(name, target if target and each.is_floating_point() else dtype_name(each.dtype), tuple(each.shape))
+        for name, each in named.items()
     ]
     options: dict[str, Any] = {"overwrite": overwrite}
     if format == "torch":
@@ -132,7 +128,6 @@ def save_weights(
             sidecars = sidecar_files(model, target)
             options |= {"stem": stem, "sidecars": sidecars, "max_shard_bytes": _limit(max_shard_bytes)}
         writer = safetensors.SafetensorsWriter(Path(path), infos, **options)
-    named = {adapters.get(tensor.name, tensor.name): tensor.tensor for tensor in tensors}
     stream_gathered(writer, named, mesh, progress)
 
 
@@ -429,16 +424,9 @@ def load_full(
     """
     run = Run(model, optimizers, objects)
     mesh = _mesh(run)
-
-    def open_file() -> Contents:
-        only = next(iter(run.models.values())) if len(run.models) == 1 else None
-        contents = open_checkpoint(path, model=only)
-        require_names(contents)
-        return with_our_names(contents)
-
     channel = Channel(CheckpointError)
     try:
-        contents = open_on_ranks(open_file, mesh, broadcast=broadcast)
+        contents = open_on_ranks(lambda: open_for(run, path), mesh, broadcast=broadcast)
         reader = RequestReader(broadcast, mesh)
         loaded = load_run(
             run, contents, channel, strict=strict, verify=verify, rng=False, progress=progress, reader=reader
@@ -454,10 +442,8 @@ def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
         name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         for name, tensor in found.tensors.items()
     }
-    parts: dict[KeyPath, Any] = {found.paths[name]: info for name, info in infos.items()}
-    parts |= {found.paths[alias]: infos[name] for alias, name in found.aliases.items()}
-    parts |= {found.paths[name]: value for name, value in plain_values(found.values).items()}
-    return {**put_together(parts), NOTES: make_notes(found.values, found.paths)}, found.tensors
+    infos |= {alias: infos[name] for alias, name in found.aliases.items()}
+    return full_tree(infos, found.values, found.paths), found.tensors
 
 
 def _mesh(run: Run) -> DeviceMesh | None:

@@ -33,11 +33,6 @@ def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
-def adopt_shard(fsdp_param: Any) -> None:
-    """Let FSDP2 take what is registered now for a parameter's shard; it pads and pins it where it needs to."""
-    fsdp_param.reset_sharded_param()
-
-
 def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Give `old` the storage and device of `new`, so that every holder of `old` (ties, optimizers) sees it.
 
@@ -72,16 +67,6 @@ def is_aliased(tensor: torch.Tensor) -> bool:
     """Whether another tensor (a view, `.data`) holds the same storage."""
     # One count is the tensor's, one that of the storage object made here.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
-
-
-def shard_device(fsdp_param: Any) -> torch.device:
-    """Where the group keeps this parameter's shard: the CPU when offloading, else its compute device."""
-    return torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device
-
-
-def gathering_device(fsdp_param: Any) -> torch.device:
-    """Where the parameter is gathered and computed with."""
-    return fsdp_param.device
 
 
 def cuts_along(spec: Any, dim: int) -> list[tuple[int, Any]]:

@@ -140,6 +140,24 @@ def reshard_group(group: Any) -> None:
     group._to_sharded()
 
 
+def around_method(
+    owner: Any, name: str, *, before: Callable[[], Any] | None = None, after: Callable[[], Any] | None = None
+) -> None:
+    """Call `before` ahead of a method of one object, and `after` when it has returned."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        result = method(*args, **kwargs)
+        if after is not None:
+            after()
+        return result
+
+    setattr(owner, name, call)
+
+
 def around_unsharded(
     group: Any,
     before_unshard: Callable[[Any], None],
@@ -151,34 +169,27 @@ def around_unsharded(
     `before_unshard` is called while the shards are registered on the modules, `after_unshard` once the parameters are
     unsharded, `before_reshard` before those are freed.
     """
-    to_unsharded, wait_for_unshard = group._to_unsharded, group.wait_for_unshard
 
-    def wait() -> None:
-        wait_for_unshard()
+    def waited() -> None:
         if vars(group).pop(_SHOWS_SHARDS, False):
             before_unshard(group)
             for fsdp_param in group.fsdp_params:
                 fsdp_param.to_unsharded()
 
-    def unshard() -> None:
+    def unshards() -> None:
         vars(group).pop(_SHOWS_SHARDS, None)
         if group.is_sharded:
             before_unshard(group)
-        to_unsharded()
-        after_unshard(group)
 
-    def calling_first(reshard: Callable[[], None]) -> Callable[[], None]:
-        def call() -> None:
-            vars(group).pop(_SHOWS_SHARDS, None)
-            if not (group.is_sharded or group.is_sharded_post_forward):
-                before_reshard(group)
-            reshard()
+    def reshards() -> None:
+        vars(group).pop(_SHOWS_SHARDS, None)
+        if not (group.is_sharded or group.is_sharded_post_forward):
+            before_reshard(group)
 
-        return call
-
-    group._to_unsharded, group.wait_for_unshard = unshard, wait
-    group._to_sharded = calling_first(group._to_sharded)
-    group._to_sharded_post_forward = calling_first(group._to_sharded_post_forward)
+    around_method(group, "wait_for_unshard", after=waited)
+    around_method(group, "_to_unsharded", before=unshards, after=functools.partial(after_unshard, group))
+    around_method(group, "_to_sharded", before=reshards)
+    around_method(group, "_to_sharded_post_forward", before=reshards)
 
 
 _SHOWS_SHARDS = "shardwise_shows_shards"
@@ -193,16 +204,8 @@ def show_shards(group: Any) -> None:
 
 def before_reset(group: Any, check: Callable[[Any], None]) -> None:
     """Call `check(record)` before FSDP2 takes what is registered for the shard, as it does at the first forward."""
-
-    def checking_first(record: Any, reset: Callable[[], None]) -> Callable[[], None]:
-        def call() -> None:
-            check(record)
-            reset()
-
-        return call
-
     for record in group.fsdp_params:
-        record.reset_sharded_param = checking_first(record, record.reset_sharded_param)
+        around_method(record, "reset_sharded_param", before=functools.partial(check, record))
 
 
 def keep_unsharded(groups: Iterable[Any]) -> Callable[[], None]:
@@ -294,6 +297,10 @@ def unshard_group(group: Any) -> None:
 @_unseen_when_recomputed
 def enter_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Run FSDP2's pre-forward hook of `module` by hand."""
+    if is_recomputing(module):
+        for group in groups_of(module):
+            # Its gradients of another call are reduced already; those of this one must be too when backward ends.
+            group._training_state = type(group._training_state).PRE_BACKWARD
     with _outside_inference_mode():
         return fsdp_state(module)._pre_forward(module, args, kwargs)
 
@@ -316,14 +323,7 @@ def pre_backward(module: nn.Module) -> None:
 
 def on_backward_start(module: nn.Module, callback: Callable[[], None]) -> None:
     """Call `callback` before backward enters `module`, each time it does."""
-    state = fsdp_state(module)
-    pre_backward = state._pre_backward
-
-    def call_then_enter(gradient: torch.Tensor) -> torch.Tensor:
-        callback()
-        return pre_backward(gradient)
-
-    state._pre_backward = functools.wraps(pre_backward)(call_then_enter)
+    around_method(fsdp_state(module), "_pre_backward", before=callback)
 
 
 def on_backward_end(module: nn.Module, callback: Callable[[], None]) -> None:
@@ -332,13 +332,7 @@ def on_backward_end(module: nn.Module, callback: Callable[[], None]) -> None:
     FSDP2 queues the bound method of whichever state meets the backward first, so every state is given it.
     """
     for state in map(fsdp_state, fsdp_modules(module)):
-        finish = state._root_post_backward_final_callback
-
-        def finish_then_call(finish: Callable[[], None] = finish) -> None:
-            finish()
-            callback()
-
-        state._root_post_backward_final_callback = functools.wraps(finish)(finish_then_call)
+        around_method(state, "_root_post_backward_final_callback", after=callback)
 
 
 def is_resharded(group: Any) -> bool:
@@ -435,32 +429,20 @@ def is_in_backward(group: Any) -> bool:
     return group._training_state.name == "PRE_BACKWARD"
 
 
-def places_in_group(group: Any) -> Iterator[tuple[Any, nn.Module, str]]:
-    """Each parameter record of a group with the module that registers it and the name there."""
-    for fsdp_param in group.fsdp_params:
-        yield fsdp_param, fsdp_param._module_info.module, fsdp_param._module_info.param_name
-
-
-def place_of(fsdp_param: Any) -> tuple[nn.Module, str]:
-    """The module that registers a parameter, and the name there."""
-    return fsdp_param._module_info.module, fsdp_param._module_info.param_name
-
-
-def registered_parameter(fsdp_param: Any) -> nn.Parameter | None:
-    """What stands on the module in a parameter's place now."""
+def places_of(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that register a parameter, and the names there; several where it is tied."""
     info = fsdp_param._module_info
-    return info.module._parameters.get(info.param_name)
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
-def places_of_other_parameters(group: Any) -> Iterator[tuple[nn.Module, str]]:
-    """Modules and names where something else than the group's shard is registered, while the group is sharded."""
-    for fsdp_param in group.fsdp_params:
-        info, shard = fsdp_param._module_info, fsdp_param.sharded_param
-        if info.module._parameters.get(info.param_name) is not shard:
-            yield info.module, info.param_name
-        for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-            if module._parameters.get(name) is not shard:
-                yield module, name
+def devices_of(fsdp_param: Any) -> tuple[torch.device, torch.device]:
+    """Where a parameter's shard is kept, the CPU when offloading; and where it is gathered and computed with."""
+    return torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device, fsdp_param.device
+
+
+def adopt_shard(fsdp_param: Any) -> None:
+    """Let FSDP2 take what is registered now for a parameter's shard; it pads and pins it where it needs to."""
+    fsdp_param.reset_sharded_param()
 
 
 def real_and_padded_numel(fsdp_param: Any) -> tuple[int, int]:

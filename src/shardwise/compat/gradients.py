@@ -40,13 +40,12 @@ def patch_group(group: Any) -> None:
         return
     group._shardwise_patched = True
     if _HAS_GRAD_DTYPE:
-        group.wait_for_unshard = functools.partial(_wait_and_widen, group, group.wait_for_unshard)
+        fsdp.around_method(group, "wait_for_unshard", after=functools.partial(_widen, group))
     else:
         group.post_backward = functools.partial(_patched_post_backward, group, group.post_backward)
 
 
-def _wait_and_widen(group: Any, wait_for_unshard: Callable[[], None]) -> None:
-    wait_for_unshard()
+def _widen(group: Any) -> None:
     for parameter in unsharded_parameters(group):
         dtype = parameter.grad_dtype
         if dtype is not None and dtype.itemsize < parameter.dtype.itemsize:
@@ -143,15 +142,7 @@ def reduce_when_backward_ends(group: Any) -> None:
 def around_post_backward(group: Any, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
     """Call `before` just before a group collects its gradients for reduction, and `after` when it has reduced them."""
     patch_group(group)  # the patch must see what callbacks add, so it is the innermost
-    post_backward = group.post_backward
-
-    def reduce(*unused: Any) -> None:
-        before()
-        post_backward(*unused)
-        if after is not None:
-            after()
-
-    group.post_backward = reduce
+    fsdp.around_method(group, "post_backward", before=before, after=after)
 
 
 def hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
@@ -232,18 +223,10 @@ def _switch(module: Any, reduce: bool, all_reduce: bool, is_last: bool) -> None:
     module.set_is_last_backward(is_last)
 
 
-def drop_gradients(model: nn.Module) -> None:
-    """Forget every gradient of the tree: reduced ones, and those that still wait unreduced."""
-    clear_gradients(param_groups(model), set(model.modules()), set_to_none=True)
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
 def clear_gradients(groups: Iterable[Any], modules: set[nn.Module], *, set_to_none: bool) -> None:
     """Clear what groups keep of the gradients of `modules`' parameters: reduced, unreduced, HSDP's partial sums."""
     for group in groups:
-        owners = {p: (p._module_info.module, *p._module_info.shared_modules) for p in group.fsdp_params}
-        cleared = {param for param, registering in owners.items() if not modules.isdisjoint(registering)}
+        cleared = {p for p in group.fsdp_params if any(module in modules for module, _ in fsdp.places_of(p))}
         for param in cleared:
             places = [(param.sharded_param, "grad"), *_unreduced(param)]
             for owner, name in places:
@@ -264,12 +247,6 @@ def _unreduced(param: Any) -> list[tuple[Any, str]]:
     return places if unsharded is None else [*places, (unsharded, "grad")]
 
 
-def unreduced_gradients(param: Any) -> list[torch.Tensor]:
-    """What waits of a parameter's gradient for its reduction."""
-    found = [getattr(owner, name) for owner, name in _unreduced(param)]
-    return [gradient for gradient in found if gradient is not None]
-
-
 def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
     """Give a gathered, trainable parameter without a gradient a zero one.
 
@@ -279,7 +256,7 @@ def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
     parameter = getattr(fsdp_param, "_unsharded_param", None)
     if parameter is None or not fsdp_param.sharded_param.requires_grad:
         return None
-    if unreduced_gradients(fsdp_param):
+    if any(getattr(owner, name) is not None for owner, name in _unreduced(fsdp_param)):
         return False
     if not group.reduce_grads:
         return None
@@ -350,7 +327,8 @@ class LocalGradScaler(torch.amp.GradScaler):
 
 def unsharded_gradient_bytes(group: Any) -> int:
     """Bytes of whole gradients that wait for their reduction."""
-    return sum(gradient.nbytes for param in group.fsdp_params for gradient in unreduced_gradients(param))
+    waiting = [getattr(owner, name) for param in group.fsdp_params for owner, name in _unreduced(param)]
+    return sum(gradient.nbytes for gradient in waiting if gradient is not None)
 
 
 def has_fused_kernels(parameters: Iterable[torch.Tensor]) -> bool:

@@ -72,7 +72,7 @@ NEEDED: dict[str, str] = {
     "torch._C._distributed_c10d": "_dump_fr_trace? _dump_nccl_trace?",
     "torch._C:TensorBase": "data",
     "torch": "_C _amp_foreach_non_finite_check_and_unscale_",
-    "torch.nn:Module": "_parameters _non_persistent_buffers_set",
+    "torch.nn:Module": "_non_persistent_buffers_set",
     "torch._functorch.config": "activation_memory_budget patch",
     "torch._subclasses.fake_tensor": "FakeTensorMode log",
     "torch.utils._foreach_utils": "_get_fused_kernels_supported_devices",

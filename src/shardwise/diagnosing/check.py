@@ -25,9 +25,9 @@ from shardwise.findings import Finding, Severity
 from shardwise.models.configs import tied_by_config
 from shardwise.planning.plan import Plan
 from shardwise.sharding.inventory import fingerprint, local_tensor
+from shardwise.sharding.parallel.tensor_parallel import tensor_of
 from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.repointing import why_unsupported
-from shardwise.sharding.tensor_parallel import tensor_of
 from shardwise.units import format_bytes
 
 _LARGE = 4.0
@@ -200,7 +200,8 @@ def snapshot(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
     modules = {module: name for name, module in model.named_modules()}
     groups = compat.named_groups(model)
     for group in groups.values():
-        for fsdp_param, owner, leaf in compat.places_in_group(group):
+        for fsdp_param in compat.parameter_records([group]):
+            owner, leaf = compat.places_of(fsdp_param)[0]
             names.setdefault(id(compat.sharded_parameter(fsdp_param)), f"{modules[owner]}.{leaf}".lstrip("."))
     plan = None if (state := sharded_state(model)) is None else state.plan
     return Subject(model, optimizers, parameters, groups, mesh_of(model, groups), plan, names)
@@ -262,7 +263,8 @@ def parameters_in_groups(subject: Subject) -> Iterator[Finding]:
     averaged = set() if plan is None else {parameter.fqn for parameter in (*plan.ignored, *plan.replicated)}
     for name, group in subject.groups.items():
         for fsdp_param in compat.parameter_records([group]):
-            registered, shard = compat.registered_parameter(fsdp_param), compat.sharded_parameter(fsdp_param)
+            (module, leaf), shard = compat.places_of(fsdp_param)[0], compat.sharded_parameter(fsdp_param)
+            registered = module._parameters.get(leaf)
             own_name = subject.names.get(id(shard), "")
             if compat.is_unsharded(group):
                 averaged.add(own_name)  # reported as SW417

@@ -18,12 +18,12 @@ from shardwise.distributed.agreement import agree_on
 from shardwise.errors import ShardError
 from shardwise.models.nested_tensors import change_tensors
 from shardwise.planning.calls import is_within
-from shardwise.sharding.error_notes import annotate
-from shardwise.sharding.forward_hooks import KeptUnsharded, wanting_gradient
-from shardwise.sharding.gradients import BackwardEnd, UnusedParameters
+from shardwise.sharding.hooks.error_notes import annotate
+from shardwise.sharding.hooks.forward_hooks import KeptUnsharded, wanting_gradient
+from shardwise.sharding.hooks.gradients import BackwardEnd, UnusedParameters
+from shardwise.sharding.hooks.watching import Watch, watch
+from shardwise.sharding.parallel.tensor_parallel import tensor_of
 from shardwise.sharding.registry import on_recover, sharded_state
-from shardwise.sharding.tensor_parallel import tensor_of
-from shardwise.sharding.watching import Watch, watch
 
 
 @contextmanager

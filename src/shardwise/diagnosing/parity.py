@@ -23,10 +23,10 @@ from shardwise.models.nested_tensors import cast_inputs, find_tensors
 from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import Plan
 from shardwise.sharding.apply import shard
-from shardwise.sharding.context_attention import split_sequences
 from shardwise.sharding.inventory import fingerprint, local_part, local_tensor
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.pipeline import num_microbatches, pipeline
+from shardwise.sharding.parallel.context_attention import split_sequences
+from shardwise.sharding.parallel.pipeline import num_microbatches, pipeline
 from shardwise.sharding.registry import names_elsewhere, sharded_state
 
 LossOf = Callable[[nn.Module, Any], Tensor]
@@ -82,15 +82,9 @@ def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]
             return make_batch(**{name: values[name] for name in known})
 
         return by_name
-    match len(required):
-        case 0:
-            return lambda rank, step, seed: make_batch()
-        case 1:
-            return lambda rank, step, seed: make_batch(seed)
-        case 2:
-            return lambda rank, step, seed: make_batch(rank, step)
-        case _:
-            raise _wrong_signature("make_batch", required, "it takes nothing, a seed, or rank and step")
+    if len(required) > 2:
+        raise _wrong_signature("make_batch", required, "it takes nothing, a seed, or rank and step")
+    return lambda rank, step, seed: make_batch(*((), (seed,), (rank, step))[len(required)])
 
 
 def bind_loss(loss: Callable[..., Tensor] | None) -> LossOf:

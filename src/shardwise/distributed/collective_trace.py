@@ -436,7 +436,7 @@ class StoreExchange:
 class StepAgreement:
     """Compares between machines, before an optimizer step, what led to it. Used by the first rank of each machine.
 
-    The first machine compares what all leave in the store, and leaves the verdict there: two round trips a step.
+    Each machine leaves a digest in the store and reads those of all: two round trips a step.
 
     Args:
         store: A connection that nothing else uses, whose timeout is short: machines may have a reason not to step.
@@ -445,7 +445,7 @@ class StepAgreement:
     """
 
     def __init__(self, store: dist.Store, machine: int, num_machines: int) -> None:
-        self._store, self._machine, self._others = store, machine, range(1, num_machines)
+        self._store, self._machine, self._num_machines = store, machine, num_machines
         self._step = self._num_missed = 0
 
     def is_shared(self, digest: str, waiting: Callable[[], None]) -> bool:
@@ -458,32 +458,19 @@ class StepAgreement:
         if self._num_missed >= _MAX_MISSED:
             return True
         self._step += 1
-        key, last = f"step/{self._step}", f"step/{self._step - 1}"
-        try:
-            if self._machine:
-                self._store.set(f"{key}/{self._machine}", digest)
-                self._store.delete_key(f"{last}/{self._machine}")
-                return self._get([f"{key}/verdict"], waiting) != [b"differ"]
-            found = self._get([f"{key}/{machine}" for machine in self._others], waiting)
-            is_same = all(value == digest.encode() for value in found)
-            self._store.set(f"{key}/verdict", "same" if is_same else "differ")
-            self._store.delete_key(f"{last}/verdict")  # all have read it: they have come to this step
-        except RuntimeError:  # a machine is late, or the store is gone
-            self._num_missed += 1
-            with suppress(RuntimeError):
-                self._store.set(f"{key}/verdict", "unknown")
-            return True
-        return is_same
-
-    def _get(self, keys: list[str], waiting: Callable[[], None]) -> list[bytes]:
         deadline = time.monotonic() + _STEP_SECONDS
-        while True:
-            try:
-                return self._store.multi_get(keys)
-            except RuntimeError:
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"step/{self._step}/{self._machine}", digest)
+            self._store.delete_key(
+                f"step/{self._step - 2}/{self._machine}"
+            )  # whoever came to the last step has read it
+            while time.monotonic() < deadline:
+                with suppress(RuntimeError):  # a machine is late
+                    found = self._store.multi_get([f"step/{self._step}/{each}" for each in range(self._num_machines)])
+                    return set(found) == {digest.encode()}
                 waiting()
-                if time.monotonic() > deadline:
-                    raise
+        self._num_missed += 1
+        return True
 
 
 def open_traces(

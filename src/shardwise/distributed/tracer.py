@@ -123,6 +123,11 @@ class PeerView:
         what, fix = self._sentence(ranks_at, odd, step), self._fix(ranks_at)
         return TraceDifference(ShardError(what, where="; ".join(rows), why=_WHY, fix=fix), tuple(odd))
 
+    def difference(self) -> TraceDifference | None:
+        """What ranks did at the first place where they differ, by what has newly arrived."""
+        index = self.first_difference()
+        return None if index is None else self.difference_at(index)
+
     def _sentence(self, ranks_at: dict[int, list[int]], odd: list[int], step: int) -> str:
         """What differs, and nothing that the events do not show: which rank is wrong they do not."""
         kinds = {kind_of(event) for event in ranks_at}
@@ -240,9 +245,7 @@ class PeerView:
 
     def cause_of_failure(self) -> ShardError | None:
         """Which rank is the reason that a collective of this one failed, if one is."""
-        index = self.first_difference()
-        difference = None if index is None else self.difference_at(index)
-        if difference is not None:
+        if (difference := self.difference()) is not None:
             return difference.error
         if (verdict := self.verdict_of_others()) is not None:
             return verdict
@@ -361,12 +364,10 @@ class CollectiveTracer:
         if self.is_closed or os.getpid() != self._pid:  # a forked process shares the memory, and is not this rank
             return
         self._end()
-        if self._exchange is not None and self.error is None:
-            index = self._view.first_difference()  # the last events of other machines may have arrived only now
-            difference = None if index is None else self._view.difference_at(index)
-            if difference is not None:
-                self.found_at_end = difference.error
-                self._say(difference.error)
+        # The last events of other machines may have arrived only now.
+        if self._exchange is not None and self.error is None and (difference := self._view.difference()) is not None:
+            self.found_at_end = difference.error
+            self._say(difference.error)
 
     def _end(self) -> None:
         self.is_closed = True
@@ -494,8 +495,7 @@ class CollectiveTracer:
         ranks = [r for r, trace in enumerate(self._view.traces) if r != self._view.rank and not trace.has_left]
         ranks = sorted(ranks, key=lambda rank: rank not in difference.odd)[:_MAX_STACKS]
         self._wait_for_stacks(ranks, refresh=refresh)
-        first = self._view.first_difference()  # other machines may have been heard by now
-        difference = (None if first is None else self._view.difference_at(first)) or difference
+        difference = self._view.difference() or difference  # other machines may have been heard by now
         self._note_stacks(difference.error, ranks)
         return difference
 
@@ -517,8 +517,8 @@ class CollectiveTracer:
                     self._was_raised = True
                     for abort in self.aborters:
                         abort()
-            elif (index := self._view.first_difference()) is not None:
-                self._handle_difference(index)
+            elif (difference := self._view.difference()) is not None:
+                self._handle_difference(difference)
             elif self.trace.count and self.trace.seconds_still > _DEAD_SECONDS:
                 self._find_absent()
         if self._exchange is not None:
@@ -534,10 +534,7 @@ class CollectiveTracer:
         if self._exchange is not None:
             self._exchange.exchange()
 
-    def _handle_difference(self, index: int) -> None:
-        difference = self._view.difference_at(index)
-        if difference is None:
-            return
+    def _handle_difference(self, difference: TraceDifference) -> None:
         self.trace.wants_all = True
         if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it goes on with mixed-up data: stop it at once
             difference = self._with_stacks(difference, refresh=True)

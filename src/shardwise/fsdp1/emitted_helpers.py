@@ -1,6 +1,6 @@
 """Functions that the codemod copies into rewritten programs: what FSDP1 did and `fully_shard` leaves to its caller.
 
-`codemod.emitted` reads this file as text. A parameter that a program does not need is left out, together with the
+`codemod.draft` reads this file as text. A parameter that a program does not need is left out, together with the
 `if` statements that test it; those have no `else`, and each optional parameter has a line of its own.
 """
 

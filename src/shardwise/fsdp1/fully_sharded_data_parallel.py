@@ -12,20 +12,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.fsdp1 import api, initialising, settings
+from shardwise.fsdp1 import api, initialising
 from shardwise.fsdp1 import units as fsdp1_units
 from shardwise.fsdp1.api import *  # noqa: F403  # scripts import FSDP1's settings from this module too
-from shardwise.fsdp1.settings import warn_once
+from shardwise.fsdp1.initialising import warn_once
 from shardwise.fsdp1.state_dicts import OptimizerStates
 from shardwise.fsdp1.units import PREFIX, Unit, WrongArgument, WrongUse, outer_units, refuse_while_running, units_in
 from shardwise.planning.plan import Plan
 from shardwise.sharding.full_params import find_slots, full_params, reshard
-from shardwise.sharding.gradients import step_in_backward, watch_zero_grad
+from shardwise.sharding.hooks.gradients import step_in_backward, watch_zero_grad
+from shardwise.sharding.hooks.parameter_writes import is_watched, watch_writes
+from shardwise.sharding.hooks.watching import watch_by_default
 from shardwise.sharding.inventory import local_part, local_tensor
-from shardwise.sharding.parameter_writes import is_watched, watch_writes
 from shardwise.sharding.registry import ShardedState, remember
 from shardwise.sharding.repointing import watch_optimizers
-from shardwise.sharding.watching import watch_by_default
 from shardwise.training.step import clip_grad_norm_
 
 # Arguments of the constructor that a policy does not hand on to the units below.
@@ -171,16 +171,16 @@ class FullyShardedDataParallel(OptimizerStates):
         super().__init__()
         compat.check_torch()
         _check_module(module)
-        given = settings.read_settings(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
-        ignored = settings.find_ignored(module, ignored_modules, ignored_states, units_in(module))
+        given = initialising.read_settings(sharding_strategy, cpu_offload, backward_prefetch, mixed_precision)
+        ignored = initialising.find_ignored(module, ignored_modules, ignored_states, units_in(module))
         self._ignored_modules, self._ignored_params = ignored.modules, ignored.parameters
         # pyrefly takes torch.device, a callable, for a method
-        self.compute_device = settings.find_device(device_id, device_mesh, module)  # pyrefly: ignore[read-only]
+        self.compute_device = initialising.find_device(device_id, device_mesh, module)  # pyrefly: ignore[read-only]
         self.mesh = initialising.find_mesh(given.strategy, process_group, device_mesh, self.compute_device.type)
         self._take_settings(given, use_orig_params)
         if auto_wrap_policy is not None:
             arguments["ignored_states"] = self._ignored_params
-            settings.auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel)
+            initialising.auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel)
         apart = self._ignored_modules.union(units_in(module))
         initialising.initialise_unit(module, self.compute_device, apart, self._ignored_params, param_init_fn)
         self._fsdp_wrapped_module = module
@@ -189,7 +189,7 @@ class FullyShardedDataParallel(OptimizerStates):
             initialising.sync_from_first_rank(module, own, self.mesh, self.compute_device)
         self._shard(given)
 
-    def _take_settings(self, given: settings.Settings, use_orig_params: bool) -> None:
+    def _take_settings(self, given: initialising.Settings, use_orig_params: bool) -> None:
         """Show the settings under FSDP1's names, and start with FULL state dicts as it does."""
         self.sharding_strategy, self.mixed_precision = given.strategy, given.precision
         self.cpu_offload = api.CPUOffload(offload_params=given.offload)
@@ -206,7 +206,7 @@ class FullyShardedDataParallel(OptimizerStates):
         )
         self.register_load_state_dict_post_hook(self._clean_missing)
 
-    def _shard(self, given: settings.Settings) -> None:
+    def _shard(self, given: initialising.Settings) -> None:
         places = find_slots(self, recurse=True)
         fully_shard(self, mesh=self.mesh, ignored_params=self._ignored_params, **given.options)
         # FSDP2 gives the object a class of its own; scripts, printed models and messages know the old name.

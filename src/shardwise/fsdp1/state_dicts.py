@@ -17,7 +17,7 @@ from shardwise import compat
 from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import ShardError
 from shardwise.fsdp1 import units
-from shardwise.fsdp1.settings import warn_once
+from shardwise.fsdp1.initialising import warn_once
 from shardwise.fsdp1.units import PREFIX, WRAPPED, Unit, WrongArgument, WrongUse, clean_name, first_unit, units_in
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order, reshard
 from shardwise.sharding.inventory import broadcast_from_first, local_tensor

@@ -424,7 +424,8 @@ class Multimodal(nn.Module):
         latents = torch.randn(shape, generator=generator, device=generator.device if generator else device).to(device)
         for step in range(num_steps):
             times = torch.full((len(input_ids),), 1 - step / num_steps, device=device)
-            latents = latents - self.forward_inference(latents, times, context) / num_steps
+            direction = self.forward_inference(latents, times, context)
+            latents = (latents - direction / num_steps).to(direction.dtype)
         grid = (self.config.latent_grid, self.config.latent_grid)
         patches = latents.transpose(1, 2).unflatten(2, grid)
         return self.vae_model.decode(F.pixel_shuffle(patches, self.config.latent_patch_size))
@@ -435,5 +436,5 @@ class Multimodal(nn.Module):
         num_waves = self.config.hidden_size // 2
         exponents = torch.arange(num_waves, device=times.device) / num_waves
         angles = 1000 * times.float()[:, None] * torch.exp(-math.log(10_000.0) * exponents)
-        waves = torch.cat([angles.cos(), angles.sin()], -1)
-        return self.vae2llm(latents) + place + self.time_embedder(waves)[:, None]
+        waves = torch.cat([angles.cos(), angles.sin()], -1).to(place.dtype)
+        return self.vae2llm(latents.to(place.dtype)) + place + self.time_embedder(waves)[:, None]

@@ -11,7 +11,7 @@ from shardwise.compat import SPLITS_GROUPS, storage_id
 from shardwise.config.schema import GroupOverride
 from shardwise.errors import PlanError
 from shardwise.planning.calls import Calls
-from shardwise.planning.groups import GroupCandidate, Kind, Node, Tree, by_node, why_kept_unsharded
+from shardwise.planning.groups import GroupCandidate, Kind, Node, Tree, by_node, unknown_pattern, why_kept_unsharded
 from shardwise.planning.settings import FLOATING, majority
 
 
@@ -219,12 +219,7 @@ def split_by_override(
     for override in overrides:
         matched = [node for node in tree.matching(override.pattern) if node.keys]
         if not matched:
-            raise PlanError(
-                f"overrides names {override.pattern!r}, which matches nothing",
-                where=f"overrides: {override.pattern}",
-                why="the pattern fits no module's name or class",
-                fix="print(shardwise.plan(model)) lists the names; `*` stays within one name, `**` spans dots",
-            )
+            raise unknown_pattern(override.pattern, [name for name in tree.nodes if name], "overrides")
         if not any(getattr(override, name) is not None for name in _PER_GROUP):
             continue
         by_home: dict[int, list[Node]] = defaultdict(list)

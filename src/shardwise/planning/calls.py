@@ -198,33 +198,27 @@ class Calls:
         return self.complete and not self.unreadable and name not in self.assumed
 
 
-class CallTable:
-    """`Calls` in the making; `start` is what is known already."""
+def collect_uses(places: Places, uses: Iterable[tuple[Use, bool]], start: Calls, **more: Any) -> Calls:
+    """What is known already, these uses, and more fields of `Calls`.
 
-    def __init__(self, places: Places, start: Calls) -> None:
-        self.places, self.called = places, set(start.called)
-        self.bypassed, self.methods, self.foreign_reads = (
-            defaultdict[str, set[str]](set, {name: set(names) for name, names in table.items()})
-            for table in (start.bypassed, start.methods, start.foreign_reads)
-        )
-
-    def add(self, use: Use, *, bypasses: bool = True) -> None:
-        """Add a use; `bypasses` says whether it counts that modules around the target are not entered."""
+    With each use comes whether it counts that modules around its target are not entered.
+    """
+    called = set(start.called)
+    bypassed, methods, reads = (
+        defaultdict[str, set[str]](set, {name: set(names) for name, names in table.items()})
+        for table in (start.bypassed, start.methods, start.foreign_reads)
+    )
+    for use, bypasses in uses:
         if use.kind == "call":
-            self.called.add(use.target)
+            called.add(use.target)
         elif use.kind == "method":
-            self.methods[use.target].add(use.method)
+            methods[use.target].add(use.method)
         elif use.kind == "read":
-            self.foreign_reads[use.target].add(use.chain[-1])
+            reads[use.target].add(use.chain[-1])
         if bypasses and use.kind in ("call", "method"):
-            for outer in self.places.bypassed(use.target, use.chain):
-                self.bypassed[outer].add(use.target)
-
-    def calls(self, **more: Any) -> Calls:
-        """Everything added, and more fields of `Calls`."""
-        bypassed, methods, foreign_reads = (
-            {name: frozenset(names) for name, names in sorted(table.items())}
-            for table in (self.bypassed, self.methods, self.foreign_reads)
-        )
-        called = frozenset(self.called)
-        return Calls(called=called, bypassed=bypassed, methods=methods, foreign_reads=foreign_reads, **more)
+            for outer in places.bypassed(use.target, use.chain):
+                bypassed[outer].add(use.target)
+    around, entered, read = (
+        {name: frozenset(names) for name, names in sorted(table.items())} for table in (bypassed, methods, reads)
+    )
+    return Calls(called=frozenset(called), bypassed=around, methods=entered, foreign_reads=read, **more)

@@ -8,7 +8,7 @@ from torch import nn
 from shardwise.config.schema import Float8Config
 from shardwise.errors import PlanError
 from shardwise.planning.calls import is_opaque, is_within
-from shardwise.planning.groups import Tree, name_matcher
+from shardwise.planning.groups import Tree, name_matcher, unknown_pattern
 from shardwise.planning.plan import Group, ParallelModule
 
 FLOAT8_CAPABILITY = (8, 9)
@@ -113,12 +113,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def _matcher(patterns: Sequence[str], tree: Tree) -> Callable[[str], bool]:
     for pattern in patterns:
         if not tree.matching(pattern):
-            raise PlanError(
-                f"float8.skip names {pattern!r}, which matches nothing",
-                where=f"float8.skip: {pattern}",
-                why="the pattern fits no module's name or class",
-                fix="print(shardwise.plan(model)) lists the names; `*` stays within one name, `**` spans dots",
-            )
+            raise unknown_pattern(pattern, [name for name in tree.nodes if name], "float8.skip")
     matched = {node.fqn for pattern in patterns for match in tree.matching(pattern) for node in match.walk()}
     fits = [name_matcher(pattern) for pattern in patterns]
     return lambda name: name in matched or any(fit(name) for fit in fits)

@@ -291,13 +291,16 @@ def _parallel_rows(title: str, modules: Iterable[ParallelModule]) -> list[list[s
     alike: dict[tuple[str, str], list[ParallelModule]] = defaultdict(list)
     for module in modules:
         alike[module.how, _unnumbered(module.reason)].append(module)
-    rows = []
-    for (how, _), members in alike.items():
-        names = numbered_alike(module.fqn or ROOT_PATTERN for module in members)
-        reason = _pattern([module.reason for module in members])
-        shown = listed([_pattern(fqns) for fqns in names], _MAX_NAMES)
-        rows.append([f"{title}: {', '.join(shown)}  {how or 'left as it is'}", *([reason] if reason else [])])
-    return rows
+    return [
+        _row(title, members, how or "left as it is", _pattern([module.reason for module in members]))
+        for (how, _), members in alike.items()
+    ]
+
+
+def _row(title: str, members: Sequence[ParallelModule | PlannedParameter], what: str, reason: str) -> list[str]:
+    """The names of the members, what is true of all of them, and why."""
+    names = [_pattern(fqns) for fqns in numbered_alike(member.fqn or ROOT_PATTERN for member in members)]
+    return [f"{title}: {', '.join(listed(names, _MAX_NAMES))}  {what}", *([reason] if reason else [])]
 
 
 def render_group(plan: Plan, group: Group) -> str:
@@ -382,13 +385,11 @@ def _parameter_rows(title: str, parameters: Iterable[PlannedParameter]) -> list[
         alike[parameter.dtype, parameter.reason].append(parameter)
     rows = []
     for (dtype, reason), members in alike.items():
-        names = numbered_alike(parameter.fqn for parameter in members)
-        shown = listed([_pattern(fqns) for fqns in names], _MAX_NAMES)
         shapes = {p.shape for p in members}
         sizes = [f"{dtype} {list(shapes.pop())}" if len(shapes) == 1 else dtype]
         sizes += [f"{len(members)} parameters"] if len(members) > 1 else []
         sizes.append(format_bytes(sum(p.num_bytes for p in members)))
-        rows.append([f"{title}: {', '.join(shown)}  {', '.join(sizes)}", *([reason] if reason else [])])
+        rows.append(_row(title, members, ", ".join(sizes), reason))
     return rows
 
 

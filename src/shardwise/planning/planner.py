@@ -539,7 +539,7 @@ class Draft:
         )
 
     def _runs_again(self, candidate: GroupCandidate) -> bool:
-        return any(node.fqn in self.calls.repeated and not _is_only_beside_repeats(node) for node in candidate.nodes)
+        return any(node.fqn in self.calls.repeated for node in candidate.nodes)
 
     def _is_conditional(self, candidate: GroupCandidate) -> bool:
         """Whether a module of the candidate, with parameters, may be left out by the data."""
@@ -643,13 +643,6 @@ class Draft:
                 "gradient. Tie them again before sharding: output.weight = embedding.weight"
             )
         return warnings
-
-
-def _is_only_beside_repeats(node: Node) -> bool:
-    """Whether a list holds another block twice: reading the source cannot tell which of a list's blocks those are."""
-    siblings = node.parent.children if node.parent is not None else []
-    twice = [sibling for sibling in siblings if node.parent in sibling.other_parents]
-    return bool(twice) and node not in twice
 
 
 def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:

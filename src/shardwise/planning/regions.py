@@ -130,7 +130,7 @@ def find_regions(flow: DataFlow, modules: Mapping[str, Any]) -> list[Region]:
     for name in (name for name in modules if name in sources and is_linear(modules[name])):
         region = _trace_back(name, sources, modules)
         taken = {each for other in regions for each in other.takers}
-        if region is None or region.given.keys() & taken:
+        if region is None or region.given.keys() & taken or any(name in other.given for other in regions):
             continue
         same = next((other for other in regions if other.given.keys() & region.given.keys()), None)
         same.add(region) if same is not None else regions.append(region)

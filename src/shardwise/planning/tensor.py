@@ -31,7 +31,7 @@ from shardwise.planning.regions import (
     is_linear,
     layer_sizes,
 )
-from shardwise.planning.source.flow import DataFlow, read_flow, size_attributes
+from shardwise.planning.source.flow import read_flow, size_attributes
 from shardwise.planning.source.values import Source
 
 STYLES = {
@@ -143,21 +143,12 @@ class TensorChoice:
         self.heads: list[str] = []
         """Output matrices."""
         places, blocks = Places(model), [self.modules[name] for name in self.blocks]
-        self.flows = self._read_blocks(places)
+        self.flows = {name: read_flow(places, name) for name in self.blocks}
+        problems = {name: flow.problem for name, flow in self.flows.items() if flow.problem}
+        self.reasons |= {name: f"its code could not be followed: {problem}" for name, problem in problems.items()}
         self.outside = [read_flow(places, root, blocks) for root in calls.roots if tree.nodes[root].has_forward]
         flows = (*self.flows.values(), *self.outside)
         self.regions = [region for flow in flows for region in find_regions(flow, self.modules)]
-
-    def _read_blocks(self, places: Places) -> dict[str, DataFlow]:
-        """How data flow in each block; those that are built alike are read once."""
-        first_of: dict[object, str] = {}
-        flows: dict[str, DataFlow] = {}
-        for name in self.blocks:
-            first = first_of.setdefault(_structure(self.modules[name]), name)
-            flows[name] = read_flow(places, name) if first == name else flows[first].renamed(first, name)
-            if flows[name].problem:
-                self.reasons[name] = f"its code could not be followed: {flows[name].problem}"
-        return flows
 
     def divide_pairs(self) -> None:
         """Divide linear layers in pairs, as the code allows."""
@@ -460,11 +451,3 @@ class TensorChoice:
 
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _structure(module: nn.Module) -> object:
-    """Equal for modules that are built alike."""
-    return tuple(
-        (name, type(inner), tuple((key, tuple(p.shape)) for key, p in inner._parameters.items() if p is not None))
-        for name, inner in module.named_modules()
-    )

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.compat import fake_tensor_mode, watch_operators
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.models.random_state import kept_random_state
-from shardwise.planning.calls import Calls, CallTable, Places, Use, has_forward, has_parameters
+from shardwise.planning.calls import Calls, Places, Use, collect_uses, has_forward, has_parameters
 from shardwise.planning.source.functions import underlying
 
 
@@ -140,7 +140,7 @@ class _Watch:
         """Identity of a fake parameter to the real one."""
         self.entered: list[nn.Module] = []
         self.counts: Counter[str] = Counter()
-        self.table = CallTable(places, Calls())
+        self.uses: dict[Use, None] = {}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class _Watch:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if id(module) not in self.places.internal:
             self.counts[self.places.name(module)] += 1
-            self.table.add(Use("call", self._names(self._chain()), self.places.name(module)))
+            self.uses[Use("call", self._names(self._chain()), self.places.name(module))] = None
         self.entered.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -170,7 +170,7 @@ class _Watch:
         for module, name in inner:
             if not any(module is one for one in self.entered):
                 around = self._names(self.entered) or ("",)
-                self.table.add(Use("method", around, self.places.name(module), name))
+                self.uses[Use("method", around, self.places.name(module), name)] = None
         return (*self.entered, *(module for module, _ in inner))
 
     def _names(self, modules: Iterable[nn.Module]) -> tuple[str, ...]:
@@ -188,12 +188,13 @@ class _Watch:
                 # Whose code chose to use the parameter: not torch's Dropout that it was handed to.
                 written = [module for module in chain if not type(module).__module__.startswith("torch.nn.")]
                 reader = self._names(tuple(written or chain)[-1:])
-                self.table.add(Use("read", reader, self.places.parameter_name(parameter)))
+                self.uses[Use("read", reader, self.places.parameter_name(parameter))] = None
 
     def calls(self) -> Calls:
         """What was seen."""
         again = [name for name, count in self.counts.items() if count > 1]
-        return self.table.calls(repeated=frozenset(n for n in again if has_parameters(self.places.modules[n])))
+        repeated = frozenset(name for name in again if has_parameters(self.places.modules[name]))
+        return collect_uses(self.places, ((use, True) for use in self.uses), Calls(), repeated=repeated)
 
 
 Fake = Callable[[torch.Tensor], torch.Tensor]

@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,8 +103,9 @@ def add_lora(model: M, config: LoraConfig | str | Path | None = None) -> M:
         )
     model.requires_grad_(False)
     if config.quantize == "nf4":
+        uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
         for layer in {**blocks, **targets}.values():
-            if not why_not_nf4(layer.weight) and not _is_tied(model, layer.weight):
+            if not why_not_nf4(layer.weight) and uses[layer.weight] == 1:  # not tied
                 layer.weight = nn.Parameter(quantize_nf4(layer.weight.detach()), requires_grad=False)
     for layer in targets.values():
         _adapt(layer, config)
@@ -136,7 +138,7 @@ def _refuse_changed(model: nn.Module) -> None:
                 why="sharding fixes the parameters of each group",
                 fix="call add_lora(model) before shard(model)",
             )
-        if isinstance(module, LoraLayer) or _is_of_peft(module):
+        if isinstance(module, LoraLayer) or type(module).__module__.startswith("peft."):
             raise ShardError(
                 f"{name or 'the model'} has an adapter already",
                 where=name or class_name(model),
@@ -189,10 +191,6 @@ def _targets(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, Any]:
             )
         chosen |= {name: linears[name] for name in found}
     return chosen
-
-
-def _is_tied(model: nn.Module, parameter: nn.Parameter) -> bool:
-    return sum(other is parameter for _, other in model.named_parameters(remove_duplicate=False)) > 1
 
 
 @torch.no_grad()
@@ -414,7 +412,3 @@ def refuse_other_adapters(model: nn.Module, folder: Path) -> None:
 def _peft_model(model: nn.Module) -> Any:
     library: Any = sys.modules.get("peft")
     return model if library is not None and isinstance(model, library.PeftModel) else None
-
-
-def _is_of_peft(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.")

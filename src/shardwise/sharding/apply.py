@@ -34,11 +34,10 @@ from shardwise.planning.planner import plan as make_plan
 from shardwise.planning.planner import refuse_sharded
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding.blocks import checkpoint_activations, compile_blocks, refuse_budget
-from shardwise.sharding.context_parallel import apply_context_parallel, replace_root_forward
-from shardwise.sharding.expert_parallel import divide_experts
 from shardwise.sharding.float8 import GatheredScales, convert_linears, import_torchao
-from shardwise.sharding.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
-from shardwise.sharding.gradients import (
+from shardwise.sharding.full_params import reshard
+from shardwise.sharding.hooks.forward_hooks import Casts, ForwardHooks, PartsForwardHooks, Replicated, RootForwardHooks
+from shardwise.sharding.hooks.gradients import (
     BackwardEnd,
     ParameterHooks,
     UnusedParameters,
@@ -46,14 +45,16 @@ from shardwise.sharding.gradients import (
     step_in_backward,
     watch_zero_grad,
 )
-from shardwise.sharding.graph_calls import watch_backward
+from shardwise.sharding.hooks.graph_calls import watch_backward
+from shardwise.sharding.hooks.outside import mend_operators
+from shardwise.sharding.hooks.parameter_writes import watch_writes
+from shardwise.sharding.hooks.watching import watch_by_default
 from shardwise.sharding.inventory import class_name, unwrapped_name
-from shardwise.sharding.operators import mend_operators
-from shardwise.sharding.parameter_writes import watch_writes
+from shardwise.sharding.parallel.context_parallel import apply_context_parallel, replace_root_forward
+from shardwise.sharding.parallel.expert_parallel import divide_experts
+from shardwise.sharding.parallel.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
 from shardwise.sharding.registry import ShardedState, on_recover, remember
 from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
-from shardwise.sharding.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
-from shardwise.sharding.watching import watch_by_default
 
 _SAMPLES = 64
 """Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
@@ -67,7 +68,7 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """
     refuse_sharded(model, mesh)
     sizes = mesh_axes(mesh)[0]
-    if _wide(sizes) != _wide(dict(plan.axes)):
+    if {each for each in sizes.items() if each[1] > 1} != {each for each in dict(plan.axes).items() if each[1] > 1}:
         raise PlanError(
             f"the plan is for a mesh of {dict(plan.axes)}, this one has {sizes}",
             why="shard dimensions and policies were chosen for those sizes",
@@ -90,10 +91,6 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
             why="a plan is carried out as it is, parameter by parameter",
             fix="plan(model, ...) again for this model",
         )
-
-
-def _wide(sizes: dict[str, int]) -> dict[str, int]:
-    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> str:
@@ -143,12 +140,6 @@ def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
         _unshard_after_steps(modules[plan.root.modules[0]])
 
 
-def _drop_early_gather(root: nn.Module, *_: Any) -> None:
-    """Weights are about to be loaded: what was gathered early would hide them from the next forward."""
-    for group in compat.groups_of(root):
-        compat.wait_and_reshard(group)
-
-
 def _unshard_after_steps(root: Any) -> None:
     reference = weakref.ref(root)
 
@@ -156,7 +147,8 @@ def _unshard_after_steps(root: Any) -> None:
         if (root := reference()) is not None and all(map(compat.is_resharded, compat.groups_of(root))):
             root.unshard(async_op=True)
 
-    root.register_load_state_dict_pre_hook(_drop_early_gather)
+    # What was gathered early would hide weights that are loaded now from the next forward.
+    root.register_load_state_dict_pre_hook(lambda root, *_: reshard(root))
     weakref.finalize(root, around_steps(compat.groups_of(root), after=unshard))
 
 

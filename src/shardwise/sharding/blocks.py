@@ -209,6 +209,7 @@ _COSTLY = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
+_COSTLY_OPS = frozenset(getattr(torch.ops.aten, name).default for name in _COSTLY if hasattr(torch.ops.aten, name))
 
 
 def checkpoint_activations(
@@ -412,10 +413,17 @@ class CheckpointedForward(ReplacedForward):
         """Recompute in this way from the next call on."""
         self.mode = mode
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
-        self.regions = import_remat() if mode == "regions" else None
+        self.regions = None
+        if mode == "regions":
+            self.regions = import_optional(
+                "torch_remat",
+                where="activations",
+                why="it recomputes a block but for the regions that it marks",
+                fix='pip install "shardwise[remat]", or choose selective',
+            )
         if mode in ("selective", "offload"):
             # torch.compile follows exactly this form.
-            kept = partial(_keep, self.saved_ops or _costly_ops())
+            kept = partial(_keep, self.saved_ops or _COSTLY_OPS)
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -442,30 +450,10 @@ class CheckpointedForward(ReplacedForward):
         return _both(around_first, first), _both(around_again, again)
 
 
-def import_remat() -> Any:
-    """The library whose regions a model marks.
-
-    Raises:
-        EnvironmentProblem: It is not installed.
-    """
-    return import_optional(
-        "torch_remat",
-        where="activations",
-        why="it recomputes a block but for the regions that it marks",
-        fix='pip install "shardwise[remat]", or choose selective',
-    )
-
-
 class _RandomNumbers:
     """Draws again what was drawn, in a recomputation that leaves regions out."""
 
-    def snapshot(self) -> Any:
-        """The state of the generators."""
-        return random_state()
-
-    def restore(self, state: Any) -> None:
-        """Draw from there on."""
-        set_random_state(state)
+    snapshot, restore = staticmethod(random_state), staticmethod(set_random_state)
 
 
 class BudgetedForward(ReplacedForward):
@@ -495,14 +483,13 @@ class OffloadedForward(ReplacedForward):
     Args:
         module: The block.
         activations: Of the model.
-        is_enabled: Whether it does so from the first call on.
     """
 
     compiles_inside = True
 
-    def __init__(self, module: nn.Module, activations: HostActivations, *, is_enabled: bool = True) -> None:
+    def __init__(self, module: nn.Module, activations: HostActivations) -> None:
         super().__init__(module.forward)
-        self.module, self.activations, self.is_enabled = module, activations, is_enabled
+        self.module, self.activations, self.is_enabled = module, activations, True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
@@ -520,11 +507,6 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 def _keep(saved_ops: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _costly_ops() -> frozenset[Any]:
-    packets = [getattr(torch.ops.aten, name, None) for name in _COSTLY]  # not every torch has every one
-    return frozenset(packet.default for packet in packets if packet is not None)
 
 
 def _is_budget(policy: Any) -> bool:

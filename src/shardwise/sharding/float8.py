@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.errors import import_optional
@@ -23,17 +22,13 @@ from shardwise.sharding.inventory import layout_of, local_tensor
 from shardwise.sharding.repointing import around_steps
 
 
+@functools.cache
 def import_torchao() -> Any:
     """Torchao's float8 package.
 
     Raises:
         EnvironmentProblem: It is not installed.
     """
-    return _import_torchao()
-
-
-@functools.cache
-def _import_torchao() -> Any:
     # It warns of each extension library that was built for another Python or torch; float8 training needs none.
     logger = logging.getLogger("torchao")
     level = logger.level
@@ -99,15 +94,11 @@ class GatheredScales:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        found = [weight for group in compat.param_groups(root) for weight in compat.sharded_parameters(group)]
-        found = [each for each in found if hasattr(compat.extension_of(each), "_precomputed_scale")]
-        layouts = [layout_of(each) for each in found if isinstance(each, DTensor)]
-        self._layout = next((layout for layout in layouts if layout is not None), None)
-        self._weights = [
-            weight
-            for weight, layout in zip(found, layouts, strict=True)
-            if layout is not None and self._layout is not None and layout.mesh == self._layout.mesh
-        ]
+        shards: list[Any] = [p for group in compat.param_groups(root) for p in compat.sharded_parameters(group)]
+        found = [p for p in shards if hasattr(compat.extension_of(p), "_precomputed_scale")]
+        layouts = [(p, layout) for p in found if (layout := layout_of(p)) is not None]
+        self._layout = layouts[0][1] if layouts else None
+        self._weights = [weight for weight, layout in layouts if layout.mesh == layouts[0][1].mesh]
         if self._weights:
             if self._weights[0].device.type == "cpu":
                 compat.gather_bytes(root)
@@ -121,13 +112,11 @@ class GatheredScales:
         largest = torch.stack(torch._foreach_norm([local_tensor(weight) for weight in self._weights], math.inf)).float()
         assert self._layout is not None
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._layout.mesh.get_group(self._layout.axis))
-        for weight, scale in zip(self._weights, self._scales(largest).unbind(), strict=True):
-            compat.extension_of(weight)._precomputed_scale = scale
-
-    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
         # As torchao computes them: in double precision, and no smaller than its epsilon.
         highest = torch.finfo(compat.extension_of(self._weights[0])._dtype).max
-        return (highest / largest.clamp(min=1e-12).double()).float()
+        scales = (highest / largest.clamp(min=1e-12).double()).float()
+        for weight, scale in zip(self._weights, scales.unbind(), strict=True):
+            compat.extension_of(weight)._precomputed_scale = scale
 
     def _forget(self) -> None:
         for weight in self._weights:

@@ -32,10 +32,8 @@ class Translation:
     """`key: what is wrong; what to do`, all of them raised together."""
     mesh: DeviceMesh | None = None
     strategy: str | None = None
-    replicate: int | None = None
-    shard: int | None = None
     degrees: dict[str, int] = field(default_factory=dict)
-    """Sizes of the other mesh axes."""
+    """Sizes of mesh axes, as far as they are given."""
     named_precision: str | None = None
     """PURE, DEFAULT or FULL: what it means depends on the trainer's precision, or else on the device."""
     trainer_precision: str | None = None
@@ -154,10 +152,6 @@ def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> di
     if given.get("_module_classes_to_ignore"):
         names = ", ".join(sorted(kind.__name__ for kind in given["_module_classes_to_ignore"]))
         translation.note(key, f"{names}: FSDP1 kept such modules out of low precision; name them in overrides for that")
-    return _fields(translation, key, dtypes, given)
-
-
-def _fields(translation: Translation, key: str, dtypes: dict[str, str | None], given: dict[str, Any]) -> dict[str, Any]:
     param = dtypes.get("param_dtype")
     fields: dict[str, Any] = {"param_dtype": param or "storage"}
     if (reduce := dtypes.get("reduce_dtype") or param) is not None:
@@ -344,12 +338,13 @@ def _check_strategy(translation: Translation) -> None:
         translation.problem(
             "reshard_after_forward", f"False contradicts {strategy}", "use SHARD_GRAD_OP, or leave it out"
         )
-    if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and (translation.replicate or 1) > 1:
+    replicate, shard = (translation.degrees.get(axis, 1) for axis in ("replicate", "shard"))
+    if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
         translation.strategy = "HYBRID_SHARD" if strategy == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
-        what = f"{strategy} with {translation.replicate} replicas is {translation.strategy}, as in Composer"
+        what = f"{strategy} with {replicate} replicas is {translation.strategy}, as in Composer"
         translation.warn("sharding_strategy", what)
-    if strategy == "NO_SHARD" and (translation.shard or 1) > 1:
-        what = f"NO_SHARD contradicts data_parallel_shard_degree = {translation.shard}"
+    if strategy == "NO_SHARD" and shard > 1:
+        what = f"NO_SHARD contradicts data_parallel_shard_degree = {shard}"
         translation.problem("sharding_strategy", what, "leave the degree out, or use HYBRID_SHARD")
 
 
@@ -368,8 +363,6 @@ def _degree(translation: Translation, key: str, value: Any, model: nn.Module) ->
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         fix = "give a number of ranks" + (", or -1" if axis == "shard" else "")
         translation.problem(key, f"is {value!r}", fix)
-    elif axis in ("shard", "replicate"):
-        setattr(translation, axis, value)
     else:
         translation.degrees[axis] = value
 

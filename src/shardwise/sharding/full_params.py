@@ -1,10 +1,8 @@
 """Unsharded parameters: full_params(), iter_full_tensors()."""
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -20,42 +18,13 @@ from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.sharding import inventory
 from shardwise.sharding.inventory import (
-    ShardLayout,
     broadcast_from_first,
-    layout_of,
+    cut_by,
+    gather_full,
     local_tensor,
     plain_values,
     sharded_axes,
 )
-from shardwise.sharding.nf4 import NF4Tensor
-
-_ALIGNMENT_BYTES = 16  # no dtype is wider, so every tensor in a bucket can be viewed where it lies
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One tensor of a bucket; `layout` is None when it is not gathered with the others."""
-
-    name: str
-    tensor: torch.Tensor
-    layout: ShardLayout | None
-    dtype: torch.dtype
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Shape of the fullest part; shorter ones travel padded to it."""
-        assert self.layout is not None
-        shape = list(self.tensor.shape)
-        shape[self.layout.dim] = self.layout.part_size
-        return tuple(shape)
-
-    @property
-    def part_bytes(self) -> int:
-        return math.prod(self.part_shape) * self.dtype.itemsize
-
-    @property
-    def full_bytes(self) -> int:
-        return self.tensor.numel() * self.dtype.itemsize
 
 
 def gather_in_buckets(
@@ -76,14 +45,39 @@ def gather_in_buckets(
     Ranks:
         Collective, lazily: every rank must consume the same number of items.
     """
-    bucket: list[_Entry] = []
+    bucket: list[_Item] = []
+    cut, num_bytes = None, 0
     for name, tensor in named:
-        entry = _make_entry(name, tensor, dtype)
-        if bucket and not _fits(entry, bucket, bucket_bytes):
+        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        own, size = cut_by(tensor), tensor.numel() * target.itemsize
+        is_cut_otherwise = cut is not None and own is not None and cut != own
+        if bucket and (is_cut_otherwise or num_bytes + size > bucket_bytes):
             yield from _gather(bucket, keep)
-            bucket = []
-        bucket.append(entry)
+            bucket, cut, num_bytes = [], None, 0
+        bucket.append((name, tensor, target))
+        cut, num_bytes = cut or own, num_bytes + size
     yield from _gather(bucket, keep)
+
+
+_Item = tuple[str, torch.Tensor, torch.dtype]
+
+
+def _gather(bucket: list[_Item], keep: bool) -> Iterator[tuple[str, torch.Tensor | None]]:
+    with torch.no_grad():
+        cut: list[Any] = [(tensor, dtype) for _, tensor, dtype in bucket if cut_by(tensor) is not None]
+        full = gather_full(*zip(*cut, strict=True), keep=keep) if cut else []
+        tensors = [
+            full.pop(0) if cut_by(tensor) is not None else _whole(tensor).to(dtype) for _, tensor, dtype in bucket
+        ]
+    del full
+    for index, (name, _, _) in enumerate(bucket):
+        tensor, tensors[index] = tensors[index], None  # the consumer may drop it before the bucket ends
+        yield name, tensor if keep else None
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    is_split = isinstance(tensor, DTensor) and sharded_axes(tensor)
+    return (tensor.full_tensor() if is_split else plain_values(local_tensor(tensor))).detach()
 
 
 def in_first_rank_order(
@@ -145,90 +139,6 @@ def refuse_missing(lacking: Mapping[str, set[int]]) -> None:
     )
 
 
-def _make_entry(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> _Entry:
-    target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
-    # Tensor subclasses that we do not know gather themselves.
-    if layout is not None and type(local_tensor(tensor)) not in (torch.Tensor, NF4Tensor):
-        layout = None
-    return _Entry(name, tensor, layout, target)
-
-
-def _fits(entry: _Entry, bucket: list[_Entry], bucket_bytes: int) -> bool:
-    if sum(other.full_bytes for other in bucket) + entry.full_bytes > bucket_bytes:
-        return False
-    layouts = [layout for layout in (other.layout for other in bucket) if layout is not None]
-    if entry.layout is None or not layouts:
-        return True
-    return (layouts[0].mesh, layouts[0].axis) == (entry.layout.mesh, entry.layout.axis)
-
-
-def _gather(bucket: list[_Entry], keep: bool) -> Iterator[tuple[str, torch.Tensor | None]]:
-    with torch.no_grad():
-        full = _gather_sharded([entry for entry in bucket if entry.layout is not None], keep)
-        tensors = [full.pop(0) if entry.layout is not None else _whole(entry, keep) for entry in bucket]
-    del full
-    for index, entry in enumerate(bucket):
-        tensor, tensors[index] = tensors[index], None  # the consumer may drop it before the bucket ends
-        yield entry.name, tensor
-
-
-def _whole(entry: _Entry, keep: bool) -> torch.Tensor | None:
-    tensor = entry.tensor
-    is_split = isinstance(tensor, DTensor) and sharded_axes(tensor)
-    tensor = inventory.full_tensor(tensor) if is_split else plain_values(local_tensor(tensor))
-    return tensor.detach().to(entry.dtype) if keep else None
-
-
-def _gather_sharded(entries: list[_Entry], keep: bool) -> list[torch.Tensor | None]:
-    """One all-gather for all entries; each is laid out as bytes, so that dtypes may mix."""
-    if not entries:
-        return []
-    layout = entries[0].layout
-    assert layout is not None
-    offsets, total_bytes = _offsets(entries)
-    # Offloaded shards travel on the mesh's device: not every process group can send from CPU memory.
-    sent = torch.empty(total_bytes, dtype=torch.uint8, device=layout.mesh.device_type)
-    for entry, offset in zip(entries, offsets, strict=True):
-        _write_part(entry, sent[offset : offset + entry.part_bytes])
-    received = sent
-    if layout.num_parts > 1 and total_bytes > 0:
-        received = torch.empty(layout.num_parts * total_bytes, dtype=torch.uint8, device=sent.device)
-        compat.all_gather_flat(received, sent, layout.mesh.get_group(layout.axis))
-    if not keep:
-        return [None] * len(entries)
-    parts = received.view(layout.num_parts, total_bytes)
-    return [_read_full(entry, parts, offset) for entry, offset in zip(entries, offsets, strict=True)]
-
-
-def _offsets(entries: list[_Entry]) -> tuple[list[int], int]:
-    if len(entries) == 1:  # no padding: the gathered memory is then the full tensor itself
-        return [0], entries[0].part_bytes
-    offsets, end = [], 0
-    for entry in entries:
-        offsets.append(end)
-        end += -(-entry.part_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return offsets, end
-
-
-def _write_part(entry: _Entry, place: torch.Tensor) -> None:
-    assert entry.layout is not None
-    local = local_tensor(entry.tensor)
-    part = place.view(entry.dtype).view(entry.part_shape)
-    part.narrow(entry.layout.dim, 0, local.shape[entry.layout.dim]).copy_(local)
-
-
-def _read_full(entry: _Entry, parts: torch.Tensor, offset: int) -> torch.Tensor:
-    """Join the parts of one tensor; only the last ones are padded, so the real rows come first."""
-    layout = entry.layout
-    assert layout is not None
-    shape, dim = entry.part_shape, layout.dim
-    joined = parts[:, offset : offset + entry.part_bytes].contiguous().view(entry.dtype)
-    joined = joined.view(layout.num_parts, *shape).movedim(0, dim)
-    full = joined.reshape(*shape[:dim], layout.num_parts * shape[dim], *shape[dim + 1 :])
-    return full.narrow(dim, 0, layout.size).contiguous().to(local_tensor(entry.tensor).device)
-
-
 _BUCKET_BYTES = 256 * 1024**2
 
 _Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]  # a tied parameter has several
@@ -263,7 +173,8 @@ def full_params(
     _refuse_meta(model)
     slots = find_slots(model, recurse)
     own: dict[nn.Parameter, nn.Parameter] = {}
-    with compat.untouched_by_fsdp(_groups(model, recurse), _refuse_gather):
+    groups = compat.param_groups(model) if recurse else compat.groups_of(model)  # inner ones go on gathering theirs
+    with compat.untouched_by_fsdp(groups, _refuse_gather):
         error: BaseException | None = None
         try:
             own = _gather_parameters(slots, rank0_only)
@@ -343,27 +254,13 @@ def _full_tensors(
 
 def find_slots(model: nn.Module, recurse: bool) -> _Slots:
     """Where each parameter is registered; without `recurse` not in modules that are groups of their own."""
+    groups: set[nn.Module] = {each for each in model.modules() if isinstance(each, FSDPModule) and each is not model}
     slots: _Slots = {}
-    waiting = [model]
-    seen: set[nn.Module] = set()
-    while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
+    for _, module in model.named_modules(memo=set() if recurse else groups):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 slots.setdefault(parameter, []).append((module, name))
-        children = [child for child in module._modules.values() if child is not None]
-        waiting.extend(child for child in reversed(children) if recurse or not isinstance(child, FSDPModule))
     return slots
-
-
-def _groups(model: nn.Module, recurse: bool) -> list[Any]:
-    """The groups whose parameters are shown whole; those of inner units go on gathering theirs."""
-    if recurse:
-        return compat.param_groups(model)
-    return compat.groups_of(model)
 
 
 def _gather_parameters(slots: _Slots, rank0_only: bool) -> dict[nn.Parameter, nn.Parameter]:

@@ -183,43 +183,85 @@ def slices_of(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
+def cut_by(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh and its axes that cut a DTensor into parts; None for one that is whole, or gathers itself.
+
+    Partial sums, and shards of tensor subclasses that we do not know, are left to torch.
+    """
+    if not isinstance(tensor, DTensor) or any(placement.is_partial() for placement in tensor.placements):
+        return None
+    axes = sharded_axes(tensor)
+    return (tensor.device_mesh, axes) if axes and type(local_tensor(tensor)) in (torch.Tensor, NF4Tensor) else None
+
+
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """The whole of a DTensor; partial sums, and shards of tensor subclasses, are left to torch.
+    """The whole of a DTensor, in memory of its own.
 
     torch's own `full_tensor` hangs, or mixes rows, where several mesh axes cut one dimension unevenly (2.13).
 
     Ranks:
         Collective over the mesh axes that shard it.
     """
-    mesh, axes, local = tensor.device_mesh, sharded_axes(tensor), local_tensor(tensor)
-    if any(placement.is_partial() for placement in tensor.placements) or type(local) is not torch.Tensor:
-        return tensor.full_tensor()
-    own, spec = list(mesh.get_coordinate() or ()), compat.spec_of(tensor)
+    if cut_by(tensor) is not None:
+        return gather_full([tensor], [tensor.dtype])[0]
+    return tensor.full_tensor() if sharded_axes(tensor) else local_tensor(tensor).clone()
+
+
+_ALIGNMENT_BYTES = 16  # no dtype is wider, so that every tensor can be viewed where it lies
+
+
+def gather_full(tensors: Sequence[DTensor], dtypes: Sequence[torch.dtype], *, keep: bool = True) -> list[Any]:
+    """The whole of DTensors that the same axes of one mesh cut, in the given dtypes, by one all-gather an axis.
+
+    Each is laid out as bytes, so that dtypes may mix. Parts travel padded to the fullest one. Without `keep` this rank
+    takes part, and gets None for each.
+
+    Ranks:
+        Collective over those axes.
+    """
+    mesh, axes = tensors[0].device_mesh, sharded_axes(tensors[0])
+    own = list(mesh.get_coordinate() or ())
     along = [range(size) if axis in axes else (own[axis],) for axis, size in enumerate(mesh.shape)]
-    parts = [_chunks_at(spec, place) for place in itertools.product(*along)]
-    num_bytes = max(math.prod(shape) for shape, _ in parts) * local.element_size()
-    gathered = local.contiguous().to(mesh.device_type).view(-1).view(torch.uint8)
-    if len(gathered) < num_bytes:
-        gathered = torch.cat([gathered, gathered.new_zeros(num_bytes - len(gathered))])
+    places = list(itertools.product(*along))
+    parts = [[_chunks_at(compat.spec_of(tensor), place) for place in places] for tensor in tensors]
+    sizes = [
+        max(math.prod(shape) for shape, _ in each) * dtype.itemsize for each, dtype in zip(parts, dtypes, strict=True)
+    ]
+    # A single one is not padded: the gathered memory may then be the full tensor itself.
+    alignment = _ALIGNMENT_BYTES if len(tensors) > 1 else 1
+    *starts, num_bytes = itertools.accumulate((-(-size // alignment) * alignment for size in sizes), initial=0)
+    # Offloaded shards travel on the mesh's device: not every process group can send from CPU memory.
+    gathered = torch.empty(num_bytes, dtype=torch.uint8, device=mesh.device_type)
+    for tensor, dtype, start in zip(tensors, dtypes, starts, strict=True):
+        local = local_tensor(tensor)
+        place = gathered[start : start + local.numel() * dtype.itemsize]
+        place.view(dtype).view(local.shape).copy_(local)
     for axis in reversed(axes) if num_bytes else ():
-        sent, gathered = gathered, gathered.new_empty(mesh.size(axis) * len(gathered))
-        compat.all_gather_flat(gathered, sent, mesh.get_group(axis))
-    layout = layout_of(tensor)
+        if mesh.size(axis) > 1:
+            sent, gathered = gathered, gathered.new_empty(mesh.size(axis) * len(gathered))
+            compat.all_gather_flat(gathered, sent, mesh.get_group(axis))
+    return [
+        _join(tensor, dtype, each, gathered.view(len(places), num_bytes)[:, start : start + size]) if keep else None
+        for tensor, dtype, each, start, size in zip(tensors, dtypes, parts, starts, sizes, strict=True)
+    ]
+
+
+def _join(tensor: DTensor, dtype: torch.dtype, parts: list[Any], stored: torch.Tensor) -> torch.Tensor:
+    """A tensor of its parts, each with the bytes of one row of `stored`."""
+    device, layout = local_tensor(tensor).device, layout_of(tensor)
     if layout is not None and layout.dim == 0:  # the parts follow each other, and only the last ones are padded
-        return gathered[: tensor.numel() * local.element_size()].view(local.dtype).view(tensor.shape).to(local.device)
-    full = torch.empty(tensor.shape, dtype=local.dtype, device=gathered.device)
-    for (shape, chunks), data in zip(parts, gathered.view(len(parts), num_bytes), strict=True):
-        part = data.view(local.dtype)[: math.prod(shape)].view(shape)
+        return stored.reshape(-1)[: tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape).to(device)
+    full = torch.empty(tensor.shape, dtype=dtype, device=stored.device)
+    for (shape, chunks), data in zip(parts, stored, strict=True):
+        part = data.view(dtype)[: math.prod(shape)].view(shape)
         for chunk in chunks:
             full[slices_of(chunk.starts, chunk.sizes)] = part[slices_of(chunk.position, chunk.sizes)]
-    return full.to(local.device)
+    return full.to(device)
 
 
 # Never the value of a truth value; as a 2, 4 or 8 byte integer, one that no table or mask holds.
 _POISON_BYTE = 0xA5
-# Bounds the temporary memory of the checks.
-_CHUNK_BYTES = 32 * 2**20
-_WORD_BYTES = 2**16
+_WORD_BYTES = 2**16  # fingerprinted at a time, which takes several times the memory
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -244,11 +286,10 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
         return False
     with torch.no_grad():
         if _has_nan(tensor.dtype):
-            return any(bool(chunk.isnan().any()) for chunk in _chunks(tensor))
-        left = (chunk == _POISON_BYTE for chunk in _chunks(_bytes(tensor.contiguous())))
-        if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
-            return all(bool(chunk.all()) for chunk in left)
-        return any(bool(chunk.view(-1, tensor.dtype.itemsize).all(dim=1).any()) for chunk in left)
+            return bool(tensor.isnan().any())
+        left = _bytes(tensor.contiguous()) == _POISON_BYTE
+        is_byte = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+        return bool(left.all() if is_byte else left.view(-1, tensor.dtype.itemsize).all(dim=1).any())
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -273,11 +314,6 @@ def _has_nan(dtype: torch.dtype) -> bool:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The storage of a contiguous tensor as a flat view of bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    flat = tensor.detach().reshape(-1)
-    yield from flat.split(max(_CHUNK_BYTES // flat.element_size(), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,16 +362,12 @@ class TensorEntry:
         """What this rank stores of it."""
         return self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
 
-    def place_in(self, module: nn.Module) -> Place:
-        """Where it stands in `module`."""
-        return next(place for place in self.places if place.module is module)
-
     def allocate(self, device: torch.device, *, poisoned: bool = True) -> None:
         """Storage in place of meta, for this rank's part only; poisoned, unless the caller writes all of it."""
         if self.fsdp_param is None:
             new = _empty_like(self.local, device)
         else:
-            new = _empty_like(self.local.contiguous(), compat.shard_device(self.fsdp_param))
+            new = _empty_like(self.local.contiguous(), compat.devices_of(self.fsdp_param)[0])
         new = compat.dtensor_like(new, self.tensor) if isinstance(self.tensor, DTensor) else new
         self.set_tensor(compat.replace_in_place(self.tensor, new))
         if self.fsdp_param is not None:

@@ -2,8 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +43,7 @@ def initialisers_of(
 
     Args:
         module: Holds its own parameters in full.
-        owner: From `weights_owner`.
+        owner: The nearest module, itself or above, whose `_init_weights(module)` serves it, as in transformers.
         init: The user's function of a module, if any.
     """
     found: list[Initialiser] = []
@@ -62,11 +62,6 @@ def initialisers_of(
     if init is not None:
         found.append(lambda: init(module))
     return found
-
-
-def weights_owner(module: nn.Module, owner_above: nn.Module | None) -> nn.Module | None:
-    """The nearest module, itself or above, whose `_init_weights(module)` serves it, as in transformers."""
-    return module if _takes(getattr(module, "_init_weights", None), 1) else owner_above
 
 
 def _resets_of(module: nn.Module) -> list[Initialiser]:
@@ -133,7 +128,8 @@ _METADATA_METHODS = {
     "storage_offset", "get_device", "requires_grad_", "is_pinned", "__hash__", "__len__",
     "__repr__", "__format__", "register_hook",
 }  # fmt: skip
-# Overwrites all of its first argument: there is no need to gather it first.
+# Overwrites all of its first argument: it is not gathered first. An initialiser that fails on one rank before it
+# comes here must not leave the others in a collective.
 _OVERWRITING = {
     "normal_", "uniform_", "constant_", "zeros_", "ones_", "eye_", "dirac_", "orthogonal_", "sparse_",
     "zero_", "fill_", "copy_",
@@ -226,27 +222,6 @@ def _is_about_metadata(func: Any) -> bool:
     return name in _METADATA_METHODS
 
 
-@contextmanager
-def same_random_stream(device: torch.device, mesh: DeviceMesh | None) -> Iterator[None]:
-    """Draw the same numbers on every rank inside, from a seed that the first draws from its own.
-
-    Every rank draws a seed, so that streams that were in step stay in step, and calling this again gives
-    other numbers. Afterwards torch's, Python's and numpy's generators go on from where they were.
-
-    Args:
-        device: Whose generator is meant, beside the CPU's.
-        mesh: The ranks that take part; None for this one alone.
-
-    Ranks:
-        Collective on entry.
-    """
-    drawn = int(torch.randint(2**62, (), device="cpu"))
-    seed = gather_over_mesh(mesh, drawn)[0]
-    with kept_random_state(device):
-        seed_everything(seed)
-        yield
-
-
 def refuse_unwritten(model: nn.Module, entries: Sequence[TensorEntry], mesh: DeviceMesh | None) -> None:
     """Raise if any rank finds poison in its part of a tensor, or a tensor still on meta.
 
@@ -318,8 +293,11 @@ def materialize(
         target = _device(entries, device, mesh)
         _allocate(model, [entry for entry in entries if entry.pending], target)
         walk = _Initialisation(entries, target, mesh if sync_from_rank_zero else None)
+        # Every rank draws a seed, so that streams that were in step stay in step; all take that of the first.
+        seed = gather_over_mesh(mesh, int(torch.randint(2**62, (), device="cpu")))[0]
         # Tables are computed on the CPU, as when a model is built for real, even under torch.device("meta").
-        with same_random_stream(target, mesh), torch.no_grad(), torch.device("cpu"):
+        with kept_random_state(target), torch.no_grad(), torch.device("cpu"):
+            seed_everything(seed)
             walk.visit(model, "", None, init)
         for failure in gather_over_mesh(mesh, walk.failure):
             if failure is not None:
@@ -377,7 +355,7 @@ class _Initialisation:
         if module in self._seen:
             return False
         self._seen.add(module)
-        owner = weights_owner(module, owner)
+        owner = module if _takes(getattr(module, "_init_weights", None), 1) else owner
         children = [
             self.visit(child, f"{path}.{name}".lstrip("."), owner, init) for name, child in module.named_children()
         ]
@@ -386,7 +364,13 @@ class _Initialisation:
             return False
         error = self._initialise(module, own, initialisers_of(module, owner, init), is_leaf=not any(children))
         if error is not None and self.failure is None:
-            self.failure = _failed(module, path, error)
+            self.failure = ShardError(
+                f"an initialiser of {class_name(module)} failed: {type(error).__name__}: {error}",
+                where=path or "the root module",
+                why="it runs with the module's own parameters in full, on tensors without values yet",
+                fix="correct its reset_parameters() or _init_weights(), or pass an init(module) that writes it",
+            )
+            self.failure.__cause__ = error
         return True
 
     def _initialise(
@@ -399,7 +383,7 @@ class _Initialisation:
         error = None
         # A tied tensor belongs to the first module that writes it; later ones must not draw it again.
         done = {entry for entry in own if entry.written}
-        owed = {entry: entry.place_in(module) for entry in own if entry not in done}
+        owed = {entry: next(p for p in entry.places if p.module is module) for entry in own if entry not in done}
         self._locked |= done
         with ExitStack() as stack:
             for entry in owed:
@@ -450,17 +434,6 @@ def _is_written(place: inventory.Place) -> bool:
     return standing is None or not (is_meta(standing) or is_poisoned(standing))
 
 
-def _failed(module: nn.Module, path: str, error: Exception) -> ShardError:
-    failure = ShardError(
-        f"an initialiser of {class_name(module)} failed: {type(error).__name__}: {error}",
-        where=path or "the root module",
-        why="it runs with the module's own parameters in full, on tensors without values yet",
-        fix="correct its reset_parameters() or _init_weights(), or pass an init(module) that writes it",
-    )
-    failure.__cause__ = error
-    return failure
-
-
 def mesh_of(model: nn.Module, entries: Sequence[TensorEntry]) -> DeviceMesh | None:
     """The ranks that hold this model between them; None in a single process without a process group."""
     state = sharded_state(model)
@@ -480,7 +453,7 @@ def _device(entries: Sequence[TensorEntry], device: torch.device | str | None, m
         return torch.device(device)
     for entry in entries:
         if entry.fsdp_param is not None:
-            return compat.gathering_device(entry.fsdp_param)
+            return compat.devices_of(entry.fsdp_param)[1]
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or (mesh is not None and mesh.device_type != accelerator.type):
         return torch.device("cpu")

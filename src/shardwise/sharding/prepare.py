@@ -251,17 +251,17 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
         mesh = given
     sizes = axis_sizes(mesh)
     replicate, shard = sizes.get("replicate", 1), sizes["shard"]
-    asked = [
-        ("data_parallel_replicate", translation.replicate, replicate),
-        ("data_parallel_shard", translation.shard, shard),
-    ]
-    asked += [(f"{axis}_parallel", degree, sizes.get(axis, 1)) for axis, degree in translation.degrees.items()]
-    for name, degree, size in asked:
-        if degree is not None and degree != size:
-            what = f"is {degree}, but the mesh has {size}"
-            translation.problem(f"{name}_degree", what, "leave it out, or pass another mesh")
+    for axis, degree in translation.degrees.items():
+        if degree != (size := sizes.get(axis, 1)):
+            name = f"data_parallel_{axis}_degree" if axis in _AXES else f"{axis}_parallel_degree"
+            translation.problem(name, f"is {degree}, but the mesh has {size}", "leave it out, or pass another mesh")
     what = fix = ""
-    if strategy in HYBRID and given is not None and "replicate" not in sizes and translation.replicate != 1:
+    if (
+        strategy in HYBRID
+        and given is not None
+        and "replicate" not in sizes
+        and translation.degrees.get("replicate") != 1
+    ):
         what = f"{strategy} needs a mesh with a replicate axis"
         fix = f"set data_parallel_replicate_degree, the number of copies, to a divisor of {mesh.size()}"
     if strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and replicate > 1:
@@ -276,8 +276,8 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
 
 def _mesh_of_degrees(translation: Translation, run_mesh: DeviceMesh) -> DeviceMesh:
     """The run's mesh, unless the degrees or the strategy ask for another."""
-    replicate, shard, strategy = translation.replicate, translation.shard, translation.strategy
-    degrees = {axis: size for axis, size in translation.degrees.items() if size > 1}
+    strategy, (replicate, shard) = translation.strategy, map(translation.degrees.get, _AXES)
+    degrees = {axis: size for axis, size in translation.degrees.items() if size > 1 and axis not in _AXES}
     is_met = all(axis_sizes(run_mesh).get(axis, 1) == size for axis, size in degrees.items())
     num_ranks = dist.get_world_size() // math.prod(degrees.values())
     if strategy == "NO_SHARD":

@@ -122,7 +122,8 @@ def recover(model: nn.Module) -> None:
             )
     for root in roots:
         compat.reset_iteration(root)
-    compat.drop_gradients(model)
+    compat.clear_gradients(compat.param_groups(model), set(model.modules()), set_to_none=True)
+    nn.Module.zero_grad(model)  # whatever the class makes of it
     for module in model.modules():
         for forget in module.__dict__.get(_NOTES, ()):
             forget()

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise import compat
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.models.nested_tensors import find_tensors
+from shardwise.sharding.hooks.outside import end_outside_use
 from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
-from shardwise.sharding.outside import end_outside_use
 from shardwise.sharding.registry import sharded_roots, sharded_state
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -347,7 +347,20 @@ def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> di
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name_of.setdefault(id(parameter), name)
     for index, optimizer in enumerate(optimizers):
-        _check_optimizer(optimizer, f"optimizers[{index}] ({type(optimizer).__name__})", name_of, model)
+        where, seen = f"optimizers[{index}] ({type(optimizer).__name__})", set()
+        for number, group in enumerate(optimizer.param_groups):
+            refuse_foreign(group["params"], name_of, type(model).__name__, where=f"{where}, param_groups[{number}]")
+            for parameter in group["params"]:
+                name = name_of[id(parameter)]
+                if name in seen:
+                    raise ShardError(
+                        f"the optimizer holds {name} twice",
+                        where=f"{where}, param_groups[{number}]",
+                        why="a parameter that stands twice is stepped twice",
+                        fix="give each parameter to one group only",
+                    )
+                seen.add(name)
+                _check_state(where, name, optimizer.state.get(parameter), parameter)
     return name_of
 
 
@@ -407,23 +420,6 @@ def shard_like(full: torch.Tensor, parameter: DTensor) -> DTensor:
         device=parameter.to_local().device, copy=True, memory_format=torch.contiguous_format
     )
     return compat.dtensor_like(local, parameter)
-
-
-def _check_optimizer(optimizer: Optimizer, where: str, name_of: Mapping[int, str], model: nn.Module) -> None:
-    seen: set[str] = set()
-    for number, group in enumerate(optimizer.param_groups):
-        refuse_foreign(group["params"], name_of, type(model).__name__, where=f"{where}, param_groups[{number}]")
-        for parameter in group["params"]:
-            name = name_of[id(parameter)]
-            if name in seen:
-                raise ShardError(
-                    f"the optimizer holds {name} twice",
-                    where=f"{where}, param_groups[{number}]",
-                    why="a parameter that stands twice is stepped twice",
-                    fix="give each parameter to one group only",
-                )
-            seen.add(name)
-            _check_state(where, name, optimizer.state.get(parameter), parameter)
 
 
 def _check_state(where: str, name: str, state: dict[str, Any] | None, parameter: torch.Tensor) -> None:

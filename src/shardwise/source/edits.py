@@ -1,16 +1,54 @@
-"""Apply edits to a file's text."""
+"""Make edits, and apply them to a file's text."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterable
 
 from shardwise.errors import SourceError
 from shardwise.findings import Edit, SourceFinding
+from shardwise.source.syntax import FileContext
 
 
 def change(start: int, end: int, text: str) -> Edit:
     """An edit; with `start == end`, an insertion."""
     return Edit(start=start, end=end, text=text)
+
+
+def without_names(
+    file: FileContext, node: ast.Import | ast.ImportFrom, gone: list[ast.alias], *, drop_comment: bool = False
+) -> list[Edit]:
+    """Take names out of an import, or the statement where all go; nothing where a person should do it.
+
+    A comment behind a statement that goes stays, with the statement, unless `drop_comment`.
+    """
+    text, span = file.text, file.positions.span
+    start, end = span(node)
+    if gone and len(gone) == len(node.names):
+        line_start, behind = file.positions.starts[node.lineno - 1], file.positions.line_end(end)
+        is_only = len(file.block(node)) == 1 and not isinstance(file.parents[node], ast.Module)
+        rest = text[end:behind].strip()
+        if is_only:
+            return [change(start, end, "pass")]
+        is_alone = not text[line_start:start].strip() and (not rest or (drop_comment and rest.startswith("#")))
+        return [change(line_start, behind, "")] if is_alone else []
+    edits: list[Edit] = []
+    for alias in gone:
+        begin, behind = span(alias)
+        comma = re.compile(r"[ \t]*,[ \t]*").match(text, behind)
+        if comma:
+            line_start = text.rfind("\n", 0, begin) + 1
+            line = re.compile(r"[ \t]*(?:#[^\r\n]*)?\r?\n").match(text, comma.end())
+            is_alone = not text[line_start:begin].strip() and line_start > start
+            edits.append(change(line_start, line.end(), "") if is_alone and line else change(begin, comma.end(), ""))
+        else:  # the last of all: what is gone before it goes with it
+            kept_end = max(span(one)[1] for one in node.names if one not in gone)
+            if "#" in text[kept_end:behind]:
+                return []  # comments between the names: leave the line to a person
+            edits = [edit for edit in edits if edit.start < kept_end]
+            edits.append(change(kept_end, behind, ""))
+    return edits
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:

@@ -329,12 +329,25 @@ def calls_in(node: ast.AST) -> list[ast.Call]:
     return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
 
 
+def attributes_in(*nodes: ast.AST) -> set[str]:
+    """The names of all attributes that are used inside some nodes."""
+    return {inner.attr for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+
+
 def checked_types(node: ast.AST) -> list[ast.expr]:
     """The names in the second argument of `isinstance(x, ...)`; none for anything else."""
     match node:
         case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
             return [one for one in ast.walk(kinds) if isinstance(one, ast.Name | ast.Attribute)]
     return []
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """Whether nothing that stands after a statement is reached: it returns, raises, goes on with the loop or exits."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=function)):
+            return last_name(function) in ("exit", "_exit", "quit")
+    return isinstance(statement, ast.Return | ast.Raise | ast.Continue | ast.Break)
 
 
 def tested_classes(file: FileContext, test: ast.AST) -> set[str]:
@@ -388,6 +401,7 @@ class FileContext:
         reader = _ScopeReader(self.tree)
         self.parents, self.scopes = reader.parents, reader.scopes
         self._known: dict[tuple[int, str], frozenset[str]] = {}
+        self._functions: dict[ast.AST, Function | None] = {}
 
     def nodes(self, *kinds: type[_Node]) -> list[_Node]:
         """Every node of these kinds."""
@@ -427,6 +441,28 @@ class FileContext:
                 return sides[0] != sides[1] and outer.test not in (around[outer], inner)
         return False
 
+    def tests_before(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool, Sequence[ast.AST]]]:
+        """The tests on the way to a node within its function: how each comes out, and what its other branch holds.
+
+        Those around the node, and those before it after which the others leave: `if rank != 0: return`.
+        """
+        for inner, outer in itertools.pairwise([node, *self.ancestors(node)]):
+            match outer:
+                case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if inner is not test:
+                    sides = [one if isinstance(one, list) else [one] for one in (outer.body, outer.orelse)]
+                    yield test, inner in sides[0], sides[inner in sides[0]]
+                case ast.BoolOp(values=values) if isinstance(inner, ast.expr):
+                    yield from ((one, isinstance(outer.op, ast.And), ()) for one in values[: values.index(inner)])
+            block = self.block(inner) if isinstance(inner, ast.stmt) else []
+            for before in itertools.takewhile(lambda one, inner=inner: one is not inner, block):
+                match before:
+                    case ast.Assert(test=test):
+                        yield test, True, ()
+                    case ast.If(test=test, body=[*_, last], orelse=[]) if _leaves(last):
+                        yield test, False, ()
+            if isinstance(outer, Function):
+                return
+
     def source(self, node: Located) -> str:
         """The text of a node, exactly as written."""
         start, end = self.positions.span(node)
@@ -440,11 +476,23 @@ class FileContext:
 
     def enclosing_function(self, node: ast.AST) -> Function | None:
         """The function whose body `node` is in; None at module or class level."""
-        return next((one for one in self.ancestors(node) if isinstance(one, Function)), None)
+        if node not in self._functions:
+            self._functions[node] = next((one for one in self.ancestors(node) if isinstance(one, Function)), None)
+        return self._functions[node]
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
         """The class whose body `node` is in, at any depth."""
         return next((one for one in self.ancestors(node) if isinstance(one, ast.ClassDef)), None)
+
+    def entered_calls(self, node: ast.AST) -> Iterator[tuple[ast.With, ast.Call]]:
+        """The calls whose results the `with` statements around a node enter, innermost first."""
+        for block in (one for one in self.ancestors(node) if isinstance(one, ast.With)):
+            yield from ((block, one.context_expr) for one in block.items if isinstance(one.context_expr, ast.Call))
+
+    def targets(self, node: ast.AST) -> list[ast.expr]:
+        """What an expression is assigned to; nothing where it is only a part of what is assigned."""
+        parent = self.parents.get(node)
+        return parent.targets if isinstance(parent, ast.Assign) else []
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """The innermost statement that `node` is part of."""

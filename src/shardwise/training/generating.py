@@ -14,9 +14,9 @@ from shardwise.distributed.agreement import on_rank_zero
 from shardwise.errors import ConfigError
 from shardwise.models.configs import max_length
 from shardwise.models.modes import evaluation_mode
-from shardwise.sharding.context_parallel import whole_sequences
 from shardwise.sharding.full_params import reshard
-from shardwise.sharding.pipeline import Pipeline
+from shardwise.sharding.parallel.context_parallel import whole_sequences
+from shardwise.sharding.parallel.pipeline import Pipeline
 from shardwise.training.objective import logits_of
 
 _NO_LIMIT = 1 << 30

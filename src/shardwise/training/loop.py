@@ -310,7 +310,8 @@ def _train_until_bad(run: TrainingRun, stop: StopRequest, step_done: Callable[[]
         )
         # After the last step, `finish` evaluates and saves.
         is_saved, is_evaluated = (
-            run.step < settings.steps and is_due(run.step, each) for each in (every, settings.evaluate_every)
+            run.step < settings.steps and each is not None and run.step % each == 0
+            for each in (every, settings.evaluate_every)
         )
         if is_saved or is_evaluated:
             readings += run.step_metrics.flush()
@@ -322,11 +323,6 @@ def _train_until_bad(run: TrainingRun, stop: StopRequest, step_done: Callable[[]
         if is_saved:
             run.checkpoints.save(run.step, run.state, metric)
     return log(run, run.step_metrics.flush())
-
-
-def is_due(step: int, every: int | None) -> bool:
-    """Whether something that happens every `every` steps is due after this one."""
-    return every is not None and step % every == 0
 
 
 def clip(run: TrainingRun, max_norm: float) -> Tensor:

@@ -118,7 +118,10 @@ class Metrics:
         if self._file is None:
             return
         plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-        encoded = {name: str(value) if _is_special(value) else value for name, value in plain.items()}
+        encoded = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in plain.items()
+        }
         # One write of a whole line: a reader never sees half a record, a killed run leaves at most one.
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **encoded}) + "\n")
         self._file.flush()
@@ -183,10 +186,6 @@ def keep_records(path: Path, steps_done: int) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     os.replace(partial, path)
-
-
-def _is_special(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)

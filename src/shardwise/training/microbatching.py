@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,16 +18,16 @@ from shardwise.distributed.agreement import gather_objects, on_rank_zero
 from shardwise.errors import TrainingError
 from shardwise.models.random_state import random_state, set_random_state
 from shardwise.sharding.blocks import AdaptiveActivations
+from shardwise.sharding.hooks.watching import paused
 from shardwise.sharding.registry import recover
-from shardwise.sharding.watching import paused
 from shardwise.training.data.samples import Batch
 
 T = TypeVar("T")
 
 _NUM_TRIALS = 3  # optimizer state and averages exist from the second step on
-_CHEAP_TOKENS = 2**14
-"""From this size on, another micro-batch costs less than moving activations: unsharding and adding gradients takes as
-long as about 500 tokens, whatever the model."""
+_CHEAP_TOKENS = 2**13
+"""From this size on, smaller micro-batches cost no more than recomputing and moving activations: unsharding and adding
+gradients takes as long as about 500 tokens, whatever the model."""
 
 
 class Microbatches:
@@ -57,7 +58,7 @@ class Microbatches:
         report: Callable[[str], None] | None = None,
         activations: AdaptiveActivations | None = None,
     ) -> None:
-        self._model, self._record, self._report = model, record, report or _print
+        self._model, self._record, self._report = model, record, report or partial(print, file=sys.stderr, flush=True)
         self._activations = activations
         self._is_found = size is None and (not _is_distributed() or _is_data_parallel(model))
         """Whether the size is found automatically."""
@@ -78,25 +79,24 @@ class Microbatches:
         """Run forward and backward over the micro-batches of a batch, halving their size until it fits.
 
         The first three calls run the step once more, without communication. Gradients, random numbers and buffers are
-        restored after an attempt that failed. Collective.
+        restored after a trial and, in one process, after an attempt that failed. Collective.
         """
         self._num_runs += 1
         if self._trials_left:
             self._trials_left -= 1
             while failures := self._try(work, batch):
                 self._use_less(failures, batch)
-        if not self._is_found:
-            return work(self.split(batch))
         while True:
-            state = volatile_state(self._model)
+            is_repeatable = self._is_found and not _is_distributed()
+            state = volatile_state(self._model) if is_repeatable else None
             try:
                 return work(self.split(batch))
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not self._is_found or not is_out_of_memory(error):
                     raise
                 failure = str(error)
             # Here the exception, which refers to the activations, is gone.
-            if _is_distributed():
+            if state is None:
                 self._give_up(failure)
             undo(self._model, state)
             self._use_less({0: failure}, batch)
@@ -199,7 +199,3 @@ def undo(model: nn.Module, state: tuple[dict[str, Any], list[tuple[Tensor, Tenso
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -155,9 +155,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss, gradient = differentiate(F.linear(some, weight, bias), wanted)
             total += loss
             if grad_hidden is not None:
-                _matmul(gradient, weight, grad_hidden[first : first + len(some)])
+                _matmul(gradient, weight, grad_hidden[first : first + len(some)], added=False)
             if grad_weight is not None:
-                _add_matmul(grad_weight, gradient.t(), some)
+                _matmul(gradient.t(), some, grad_weight, added=True)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0, dtype=wide)
             first += len(some)
@@ -179,24 +179,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """`out = left @ right`, added up and kept in the dtype of `out`."""
-    if left.dtype == out.dtype:
-        torch.mm(left, right, out=out)
-    elif left.is_cuda:
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
+def _matmul(left: Tensor, right: Tensor, out: Tensor, *, added: bool) -> None:
+    """`out = left @ right`, or `out += left @ right`, added up in the dtype of `out`."""
+    if left.dtype != out.dtype and left.is_cuda:
+        torch.addmm(out, left, right, beta=int(added), out_dtype=out.dtype, out=out)
     else:
-        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
-
-
-def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, added up in the dtype of `total`."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=int(added), out=out)
 
 
 def _cross_entropy_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

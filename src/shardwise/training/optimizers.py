@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
@@ -43,24 +41,26 @@ def map_unsharded_matrices(
     matrix does every rank repeat it. Yields the index and this rank's part of each result, in no particular order;
     every rank must consume all of it, and bring the same parameters. Matrices travel in `dtype`.
     """
-    shared: dict[tuple[DeviceMesh, int], list[_Matrix]] = {}
+    shared: dict[tuple[ShardLayout, torch.Size], list[int]] = {}
     for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
         layout = layout_of(parameter) if isinstance(parameter, DTensor) else None
         if _is_whole(parameter, layout):
             yield index, work(part.to(dtype)) if part.numel() else part
         elif layout is not None:
-            matrix = _Matrix(index, parameter.shape, layout)
-            shared.setdefault((layout.mesh, layout.axis), []).append(matrix)
+            shared.setdefault((layout, parameter.shape), []).append(index)
         else:
             assert isinstance(parameter, DTensor)
             whole = full_tensor(compat.dtensor_like(part.to(dtype), parameter))
             yield index, local_part(work(whole), parameter)
-    for (mesh, axis), matrices in shared.items():
-        replicas = next((other for other in range(mesh.ndim) if other != axis and mesh.size(other) > 1), None)
-        num_ranks = mesh.size(axis) * (1 if replicas is None else mesh.size(replicas))
-        for bucket in _buckets(matrices, bucket_bytes // dtype.itemsize * num_ranks):
-            _choose_owners(bucket, num_ranks, mesh.size(axis))
-            yield from _exchange(bucket, parts, work, mesh, axis, replicas, dtype)
+    num_shared = 0
+    for (layout, shape), indices in shared.items():
+        count = max(1, bucket_bytes * layout.mesh.size() // (shape.numel() * dtype.itemsize))
+        for first in range(0, len(indices), count):
+            chosen = indices[first : first + count]
+            # Offloaded parts travel on the mesh's device: not every group can send from CPU memory.
+            stack = torch.stack([parts[index].to(layout.mesh.device_type, dtype) for index in chosen])
+            yield from zip(chosen, _map_stack(stack, shape, layout, work, num_shared), strict=True)
+            num_shared += len(chosen)
 
 
 def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
@@ -70,95 +70,42 @@ def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
     return layout is not None and parameter.ndim == 3 and layout.dim == 0
 
 
-@dataclass(slots=True)
-class _Matrix:
-    """A matrix cut over one mesh axis: where it stands in the caller's lists, how it is cut, who works on it."""
+def _map_stack(parts: Tensor, shape: torch.Size, layout: ShardLayout, work: Work, first: int) -> Tensor:
+    """Apply `work` to matrices of one shape, of each of which every rank has a part; rank `first` gets one first.
 
-    index: int
-    shape: torch.Size
-    layout: ShardLayout
-    owner: int = 0
-    """The part whose rank works on it."""
-    replica: int = 0
-    """In which copy of the mesh's shards."""
-
-    @property
-    def work(self) -> int:
-        """Multiplications, up to a constant factor."""
-        return self.shape.numel() * min(self.shape[-2:])
-
-    def part_shape(self, part: int) -> list[int]:
-        shape = list(self.shape)
-        shape[self.layout.dim] = self.layout.bounds(part)[1]
-        return shape
-
-    def part_numel(self, part: int) -> int:
-        return torch.Size(self.part_shape(part)).numel()
-
-
-def _buckets(matrices: Iterable[_Matrix], max_numel: int) -> Iterator[list[_Matrix]]:
-    bucket: list[_Matrix] = []
-    for matrix in matrices:
-        if bucket and sum(other.shape.numel() for other in bucket) + matrix.shape.numel() > max_numel:
-            yield bucket
-            bucket = []
-        bucket.append(matrix)
-    if bucket:
-        yield bucket
-
-
-def _choose_owners(bucket: list[_Matrix], num_ranks: int, num_parts: int) -> None:
-    """Give the most laborious matrix left to the least busy rank: the same choice on every rank."""
-    busy = [0] * num_ranks
-    for matrix in sorted(bucket, key=lambda each: (-each.work, each.index)):
-        worker = min(range(num_ranks), key=lambda each: (busy[each], each))
-        matrix.replica, matrix.owner = divmod(worker, num_parts)
-        busy[worker] += matrix.work
-
-
-def _exchange(
-    bucket: list[_Matrix],
-    parts: Sequence[Tensor],
-    work: Work,
-    mesh: DeviceMesh,
-    axis: int,
-    replicas: int | None,
-    dtype: torch.dtype,
-) -> Iterator[tuple[int, Tensor]]:
-    """Parts to their owners over `axis`, work, and results back; then from each replica to the others."""
+    Parts go to their owners over the axis that cuts them, and results back; then from each replica to the others.
+    """
+    mesh, axis, dim = layout.mesh, layout.axis, layout.dim
+    replicas = next((other for other in range(mesh.ndim) if other != axis and mesh.size(other) > 1), None)
+    num_replicas, replica = (1, 0) if replicas is None else (mesh.size(replicas), mesh.get_local_rank(replicas))
     part, num_parts = mesh.get_local_rank(axis), mesh.size(axis)
-    replica = 0 if replicas is None else mesh.get_local_rank(replicas)
-    bucket = sorted(bucket, key=lambda each: each.owner)
-    here = [each for each in bucket if each.replica == replica]
-    mine = [each for each in here if each.owner == part]
-    to_owners = [sum(each.part_numel(part) for each in here if each.owner == owner) for owner in range(num_parts)]
-    from_parts = [sum(each.part_numel(p) for each in mine) for p in range(num_parts)]
+    num_ranks = num_parts * num_replicas
+    owned = [len(range((rank - first) % num_ranks, len(parts), num_ranks)) for rank in range(num_ranks)]
+    of_replicas = [sum(owned[each * num_parts : (each + 1) * num_parts]) for each in range(num_replicas)]
+    here, owned = parts.split(of_replicas)[replica], owned[replica * num_parts : (replica + 1) * num_parts]
+    sizes = [layout.bounds(each)[1] for each in range(num_parts)]
+    part_shapes = [torch.Size([*shape[:dim], size, *shape[dim + 1 :]]) for size in sizes]
+    to_owners = [count * part_shapes[part].numel() for count in owned]
+    from_parts = [owned[part] * each.numel() for each in part_shapes]
 
-    def all_to_all(values: list[Tensor], sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
-        # Offloaded parts travel on the mesh's device: not every group can send from CPU memory.
-        empty = torch.empty(0, dtype=dtype, device=mesh.device_type)
-        sent = torch.cat([empty, *(value.flatten().to(empty) for value in values)])
+    def all_to_all(sent: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
         received = sent.new_empty(sum(received_sizes))
         dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=mesh.get_group(axis))
         return received
 
-    received = all_to_all([parts[each.index] for each in here], to_owners, from_parts)
-    by_part = [flat.split([each.part_numel(p) for each in mine]) for p, flat in enumerate(received.split(from_parts))]
-    results: list[list[Tensor]] = [[] for _ in by_part]
-    for number, each in enumerate(mine):
-        cut = [flats[number].view(each.part_shape(p)) for p, flats in enumerate(by_part)]
-        result = work(torch.cat(cut, dim=each.layout.dim))
-        for p, values in enumerate(results):
-            values.append(result.narrow(each.layout.dim, *each.layout.bounds(p)))
-    back = all_to_all([value for values in results for value in values], from_parts, to_owners)
-    for other in range(1 if replicas is None else mesh.size(replicas)):
-        there = [each for each in bucket if each.replica == other]
-        sizes = [each.part_numel(part) for each in there]
-        values = back if other == replica else back.new_empty(sum(sizes))
-        if replicas is not None and sum(sizes):
-            dist.broadcast(values, group=mesh.get_group(replicas), group_src=other)
-        for each, flat in zip(there, values.split(sizes), strict=True):
-            yield each.index, flat.view(each.part_shape(part))
+    received = all_to_all(here.flatten(), to_owners, from_parts).split(from_parts)
+    cut = [flat.view(owned[part], *each) for flat, each in zip(received, part_shapes, strict=True)]
+    matrices = torch.cat(cut, dim + 1)
+    results = torch.stack([work(matrix) for matrix in matrices]) if owned[part] else matrices
+    by_part = [results.narrow(dim + 1, *layout.bounds(each)).flatten() for each in range(num_parts)]
+    back = all_to_all(torch.cat(by_part), from_parts, to_owners).view(here.shape)
+    if replicas is None:
+        return back
+    every = [back if each == replica else torch.empty_like(some) for each, some in enumerate(parts.split(of_replicas))]
+    for source, values in enumerate(every):
+        if values.numel():
+            dist.broadcast(values, group=mesh.get_group(replicas), group_src=source)
+    return torch.cat(every)
 
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -37,9 +37,9 @@ from shardwise.progress import Progress
 from shardwise.sharding.adapters import add_lora
 from shardwise.sharding.apply import shard
 from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activations, compile_blocks, refuse_budget
-from shardwise.sharding.context_attention import SequenceLayout, split_sequences
 from shardwise.sharding.materialize import materialize
-from shardwise.sharding.pipeline import Pipeline, num_microbatches, pipeline
+from shardwise.sharding.parallel.context_attention import SequenceLayout, split_sequences
+from shardwise.sharding.parallel.pipeline import Pipeline, num_microbatches, pipeline
 from shardwise.training.data import open_data, open_evaluation
 from shardwise.training.data.loader import check_batch
 from shardwise.training.data.samples import Batch
@@ -66,26 +66,19 @@ from shardwise.units import format_bytes, format_count
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
 
 
-def check_weights(config: RunConfig) -> None:
-    """Raise a ConfigError if weights are named that do not exist."""
-    if config.weights not in ("auto", "none") and not Path(config.weights).exists():
+def weights_of(config: RunConfig) -> Path | None:
+    """The file or folder with the initial weights, a ConfigError if it does not exist; None: random initialisation."""
+    path = Path(config.model if config.weights == "auto" else config.weights)
+    if config.weights == "auto":
+        return path if path.is_dir() and any(next(path.glob(pattern), None) for pattern in _WEIGHTS) else None
+    if config.weights != "none" and not path.exists():
         raise ConfigError(
             f"there are no weights at {config.weights}",
             where="weights",
             why="it is auto, none, or a file or folder of weights",
             fix="set weights = none to draw new ones, or name an existing path",
         )
-
-
-def weights_of(config: RunConfig) -> Path | None:
-    """The file or folder with the initial weights; None: random initialisation."""
-    if config.weights == "none":
-        return None
-    if config.weights != "auto":
-        return Path(config.weights)
-    folder = Path(config.model)
-    holds_weights = folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in _WEIGHTS)
-    return folder if holds_weights else None
+    return path if config.weights != "none" else None
 
 
 T = TypeVar("T")
@@ -194,14 +187,9 @@ def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
 
 def check_disk(config: RunConfig, num_bytes: int, found: CheckpointRef | None) -> list[str]:
     """Raise if the run's first checkpoint does not fit on its disk; return notes if later ones will not."""
-    folder, training, checkpoint = (
-        Path(config.folder or "") / CHECKPOINTS,
-        config.training,
-        config.checkpoint,
-    )
-    is_done = found is not None and found.path.parent == folder and found.step >= training.steps
-    if is_done:  # a finished run saves nothing
-        return []
+    folder, training, checkpoint = Path(config.folder or "") / CHECKPOINTS, config.training, config.checkpoint
+    if found is not None and found.path.parent == folder and found.step >= training.steps:
+        return []  # a finished run saves nothing
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -261,7 +249,7 @@ def examine(
     examined, attempt = Examined(config), problems.attempt
     attempt(lambda: check_ranges(config))
     attempt(lambda: check_batch(config.training.batch_size, num_data_ranks))
-    attempt(lambda: check_weights(config))
+    attempt(lambda: weights_of(config))
     attempt(lambda: check_parallel(config, num_data_ranks))
     examined.model = model = attempt(lambda: load_run_model(config))
     if model is not None:

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded import is_committed
 from shardwise.checkpointing.manager import Checkpointer, Retention
-from shardwise.checkpointing.names import model_tensors, with_our_names
+from shardwise.checkpointing.names import match, model_tensors, with_our_names
 from shardwise.checkpointing.storage import is_remote
 from shardwise.checkpointing.weights import save_full
 from shardwise.config.load import to_yaml
@@ -71,10 +71,8 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
 
 def remove_if_empty(config: RunConfig) -> None:
     """Remove the run's folder if nothing was ever written into it."""
-    try:
+    with suppress(OSError):  # there is something in it, or it was never made
         os.rmdir(config.folder or "")
-    except OSError:
-        return  # there is something in it, or it was never made
 
 
 def prepare_folder(folder: Path) -> None:
@@ -383,15 +381,12 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
 def refuse_other_weights(found: CheckpointRef, model: nn.Module) -> None:
     """Raise a CheckpointError if a checkpoint is not of this model, by its index, before anything is built."""
     contents = with_our_names(open_checkpoint(found.path))
-    stored = {name.removeprefix(_MODEL): t.shape for name, t in contents.tensors.items() if name.startswith(_MODEL)}
-    problems = []
-    for tensor in model_tensors(model):
-        shapes = [stored.pop(name) for name in tensor.names if name in stored]
-        if not shapes and not (tensor.is_frozen and contents.details.get("trainable_only")):
-            problems.append(f"{tensor.name}: not in the checkpoint")
-        elif shapes and tuple(shapes[0]) != tensor.shape:
-            problems.append(f"{tensor.name}: {list(shapes[0])} in the checkpoint, {list(tensor.shape)} in the model")
-    problems += [f"{name}: not in the model" for name in stored]
+    stored = {name.removeprefix(_MODEL): each for name, each in contents.tensors.items() if name.startswith(_MODEL)}
+    is_partial = contents.details.get("trainable_only")
+    own = [each for each in model_tensors(model) if not (is_partial and each.is_frozen) or each.name in stored]
+    report = match(model, replace(contents, tensors=stored), own).report
+    problems = [f"{name}: not in the checkpoint" for name in report.missing]
+    problems += [*map(str, report.mismatched), *(f"{name}: not in the model" for name in report.unexpected)]
     raise_listed(
         problems,
         "the checkpoint is of another model: {num} tensors differ",

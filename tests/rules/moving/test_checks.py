@@ -12,9 +12,8 @@ import pytest
 
 from shardwise.findings import Severity, Status
 from shardwise.fsdp1 import emitted_helpers
-from shardwise.fsdp1.codemod.checking import failed_check
 from shardwise.fsdp1.codemod.framework_files import convert_yaml
-from shardwise.fsdp1.codemod.migrate import MigratedFile, migrate
+from shardwise.fsdp1.codemod.migrate import MigratedFile, failed_check, migrate
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.linting.files import LintSettings
 from shardwise.linting.lint import lint_text

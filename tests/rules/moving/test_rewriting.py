@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from shardwise.findings import SourceFinding, Status
-from shardwise.fsdp1.codemod.emitted import FEATURES, assemble, definitions
+from shardwise.fsdp1.codemod.draft import FEATURES, assemble, definitions
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite
 

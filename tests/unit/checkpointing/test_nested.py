@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from shardwise.checkpointing.formats.values import decode_value
-from shardwise.checkpointing.nested import flatten, put_together, unflatten
+from shardwise.checkpointing.formats.values import decode_value, put_together
+from shardwise.checkpointing.state import flatten, unflatten
 from shardwise.errors import CheckpointError
 
 ONE, TWO = torch.ones(2), torch.zeros(3)

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from shardwise.checkpointing.nested import encoded_random_state, seed_from_state, set_encoded_random_state
+from shardwise.checkpointing.state import encoded_random_state, seed_from_state, set_encoded_random_state
 from shardwise.errors import CheckpointError
 
 

@@ -6,10 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
 
 from shardwise.errors import ConfigError
-from shardwise.fsdp1 import BackwardPrefetch
-from shardwise.fsdp1 import settings as fsdp1_settings
-from shardwise.fsdp1.initialising import initialise_unit
-from shardwise.fsdp1.settings import Settings, find_device, find_ignored, read_settings, warn_once
+from shardwise.fsdp1 import BackwardPrefetch, initialising
+from shardwise.fsdp1.initialising import Settings, find_device, find_ignored, initialise_unit, read_settings, warn_once
 
 PRE = BackwardPrefetch.BACKWARD_PRE
 BF16 = torch.bfloat16
@@ -60,7 +58,7 @@ def test_offloading_is_pinned_only_where_there_is_an_accelerator():
 
 
 def test_what_is_different_is_said_once():
-    fsdp1_settings._SAID.clear()
+    initialising._SAID.clear()
     with pytest.warns(UserWarning, match="keep_low_precision_grads"):
         settings(mixed_precision=MixedPrecision(keep_low_precision_grads=True))
     settings(mixed_precision=MixedPrecision(keep_low_precision_grads=True))

@@ -672,3 +672,18 @@ def test_calling_a_part_of_an_opaque_module_reads_its_owners_weights():
     calls = read_calls(Reaches())
     assert calls.foreign_reads == {"attention.out_proj.weight": {""}, "attention.out_proj.bias": {""}}
     assert "attention.out_proj" not in calls.called
+
+
+def test_of_a_list_the_block_that_is_in_it_twice_is_repeated():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            shared = nn.Linear(8, 8)
+            self.blocks = nn.ModuleList([shared, nn.Linear(8, 8), shared])
+
+        def forward(self, x):
+            for number, block in enumerate(self.blocks):
+                x = block(x) + number
+            return x
+
+    assert read_calls(Twice()).repeated == {"blocks.0"}

@@ -190,3 +190,45 @@ def test_partial_resharding_is_refused_with_a_tensor_axis():
 def test_layers_with_adapters_are_refused():
     model = sw.add_lora(reference(), LoraConfig(rank=4))
     assert "'model.layers.0.self_attn.q_proj' has an adapter, and the mesh a tensor axis (2 ranks)" in refusal(model)
+
+
+class Perceptron(nn.Module):
+    """Layers in a loop, of which the last is registered before the others."""
+
+    def __init__(self, num_layers: int, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(num_layers))
+        self.outside = [activation or Doubling()]  # in a plain list: not one of the model's modules
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.outside[0](self.first(x))
+        for number, layer in enumerate(self.layers):
+            x = layer(x).relu() if number < len(self.layers) else layer(x)
+        return self.last(x)
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2 if x.shape[0] else 1)
+
+
+def test_layers_of_a_loop_are_divided_in_pairs():
+    found = styles(nn.Sequential(Perceptron(2), Perceptron(2)), verify=False)
+    pairs = {"first": "colwise", "layers.0": "rowwise", "layers.1": "colwise", "last": "rowwise"}
+    assert found == {f"{block}.{name}": how for block in "01" for name, how in pairs.items()}
+
+
+def test_a_layer_is_of_one_pair_only():
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.middle = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.middle(self.first(x).relu()).relu())
+
+    found = styles(nn.Sequential(Chain(), Chain()), verify=False)
+    assert found == {
+        f"{block}.{name}": how for block in "01" for name, how in (("last", "rowwise"), ("middle", "colwise"))
+    }

@@ -88,7 +88,7 @@ def test_a_degree_is_a_number_of_ranks(degree: Any):
 
 
 def test_minus_one_leaves_the_shard_degree_open():
-    assert read(data_parallel_shard_degree=-1, data_parallel_replicate_degree=None).shard is None
+    assert read(data_parallel_shard_degree=-1, data_parallel_replicate_degree=None).degrees == {}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpointing import contents, storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredChunk, TorchStream, count_of, sizes_of
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, read_manifest
-from shardwise.checkpointing.pickles.machine import Record, TensorRef, dtype_name, read_dcp_pickle, read_torch_pickle
+from shardwise.checkpointing.pickles.machine import Record, TensorRef, dtype_name, read_torch_pickle
 from shardwise.checkpointing.pickles.torch_files import OpaqueValue, TorchFile, TorchState, ZipIndex, plain_value
 from shardwise.errors import CheckpointError
 
@@ -36,7 +36,7 @@ def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
         return read_manifest(folder)
     place = storage.join(folder, subfolder + METADATA_NAME)
     data = storage.read_small(place, _MAX_METADATA_BYTES)
-    metadata = read_dcp_pickle(data, where=str(place), max_bytes=_MAX_METADATA_BYTES)
+    metadata = read_torch_pickle(data, where=str(place), max_bytes=_MAX_METADATA_BYTES)
     with storage.parsing(f"{METADATA_NAME} is damaged and cannot be read", place):
         if not isinstance(metadata, Record) or not metadata.name.endswith(".Metadata"):
             raise ValueError("it is a pickle of something else")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardwise.checkpointing import storage
-from shardwise.checkpointing.contents import Contents
+from shardwise.checkpointing.contents import Contents, merge_contents
 from shardwise.checkpointing.formats import fsdp1
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
 from shardwise.checkpointing.formats.full import is_bin_shards, read_bin_shards, read_full
@@ -27,25 +26,14 @@ _PARTS = (("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), ("optimizer_0", "o
 
 def read_accelerate(folder: storage.Place) -> Contents:
     """Read the model and, where it is there, the optimizer; nothing else that lies beside them."""
-    merged = Contents(path=folder, format="fsdp1-full", tensors={})
+    format, parts = "fsdp1-full", []
     for sharded, full in _PARTS:
         if storage.size_of(storage.join(folder, f"{sharded}/{METADATA_NAME}")) is not None:
-            part = read_dcp(folder, f"{sharded}/")
-            merged = replace(merged, format="fsdp1-sharded")
+            format = "fsdp1-sharded"
+            parts.append(with_our_names(read_dcp(folder, f"{sharded}/")))
         elif storage.size_of(storage.join(folder, full)) is not None:
-            part = read_full(storage.join(folder, full))
-        else:
-            continue
-        named = with_our_names(part)
-        merged = replace(
-            merged,
-            tensors={**merged.tensors, **named.tensors},
-            values={**merged.values, **named.values},
-            structure={**merged.structure, **named.structure},
-            file_bytes={**merged.file_bytes, **named.file_bytes},
-            streams=(*merged.streams, *named.streams),
-        )
-    return merged
+            parts.append(with_our_names(read_full(storage.join(folder, full))))
+    return merge_contents(folder, format, parts)
 
 
 def open_checkpoint(path: str | storage.Place, *, model: nn.Module | None = None) -> Contents:

@@ -117,7 +117,7 @@ def flat_sizes(contents: Contents) -> dict[str, int]:
 
 def _flat_module(contents: Contents, name: str) -> str | None:
     """The wrapped module of which a tensor is the flat parameter; None where it is none."""
-    module, _, last = canonical_name(str(contents.structure.get(name, (name,))[-1])).rpartition(".")
+    module, _, last = canonical_name(str(contents.path_of(name)[-1])).rpartition(".")
     return module if last == FLAT_PARAM else None
 
 
@@ -244,7 +244,7 @@ def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
         taken.add(name)
         for entry in unit.entries:
             for own in (entry.name, *(name for name, stored in layout.ties.items() if stored == entry.name)):
-                root = contents.structure.get(name, (name,))[:-1]
+                root = contents.path_of(name)[:-1]
                 add((*root, own), _cut(tensor, entry.start, entry.shape))
     for name, tensor in contents.tensors.items():
         # With `use_orig_params=True` a rank's slice of a parameter stands under the parameter's own name.
@@ -275,13 +275,13 @@ def _numbered_optimizers(contents: Contents) -> Iterator[_Optimizer]:
     """Optimizers whose parameter groups list numbers instead of names."""
     groups: dict[KeyPath, dict[str, list[int]]] = {}
     for name, value in contents.values.items():
-        path = contents.structure.get(name, ())
+        path = contents.path_of(name)
         is_list = len(path) >= 3 and path[-3] == "param_groups" and path[-1] == "params" and isinstance(value, list)
         if is_list and value and all(type(number) is int for number in value):
             groups.setdefault(path[:-3], {})[name] = value
     states: dict[KeyPath, dict[int, list[tuple[str, StoredTensor]]]] = {root: {} for root in groups}
     for name, tensor in contents.tensors.items():
-        path = contents.structure.get(name, ())
+        path = contents.path_of(name)
         if len(path) >= 3 and path[-3] == "state" and path[:-3] in groups and str(path[-2]).isdecimal():
             states[path[:-3]].setdefault(int(path[-2]), []).append((str(path[-1]), tensor))
     for root, lists in groups.items():

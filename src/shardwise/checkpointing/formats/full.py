@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream
-from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, read_index, refuse_overwrite
-from shardwise.checkpointing.formats.values import decode_value
+from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, join_files, read_index, refuse_overwrite
+from shardwise.checkpointing.formats.values import decode_value, put_together
 from shardwise.checkpointing.pickles.machine import TensorRef
 from shardwise.checkpointing.pickles.torch_files import (
     RECORD,
@@ -28,23 +28,24 @@ NOTES = "__shardwise__"
 _HIDDEN = ("__layout__", "__kinds__")
 
 
-def make_notes(
+def full_tree(
+    tensors: Mapping[str, StoredTensor],
     encoded: Mapping[str, Any],
     structure: Mapping[str, KeyPath],
     *,
     step: int | None = None,
     world_size: int | None = None,
-) -> str:
-    """The text, for values as `encode_value` gives them."""
+) -> dict[str, Any]:
+    """The dictionary that `FullWriter` writes, of tensors and of values as `encode_value` gives them, by flat name.
+
+    It holds the plain values for those who read it with `torch.load`, and a text with the others.
+    """
+    decoded = {name: decode_value(value) for name, value in encoded.items() if not _is_hidden(name)}
+    leaves = {**tensors, **{name: value for name, value in decoded.items() if _is_plain(value)}}
     values = {name: value for name, value in encoded.items() if _is_structured(value) or _is_hidden(name)}
     paths = {name: structure[name] for name in values if name in structure}
-    return json.dumps({"values": values, "structure": paths, "step": step, "world_size": world_size})
-
-
-def plain_values(encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the dictionary itself can hold, for those who read it with `torch.load`."""
-    decoded = {name: decode_value(value) for name, value in encoded.items() if not _is_hidden(name)}
-    return {name: value for name, value in decoded.items() if _is_plain(value)}
+    notes = json.dumps({"values": values, "structure": paths, "step": step, "world_size": world_size})
+    return {**put_together({structure.get(name, (name,)): leaf for name, leaf in leaves.items()}), NOTES: notes}
 
 
 def with_notes(contents: Contents) -> Contents:
@@ -178,16 +179,6 @@ def read_bin_shards(path: storage.Place) -> Contents:
     folder, name = storage.split(path)
     if not name.endswith(_INDEX_SUFFIX):
         folder, name = path, next(name for name in storage.names_in(path) if name.endswith(_INDEX_SUFFIX))
-    index = storage.join(folder, name)
-    weight_map = read_index(index)
-    tensors: dict[str, StoredTensor] = {}
-    file_bytes: dict[str, int] = {}
-    for file in dict.fromkeys(weight_map.values()):
-        contents = read_full(storage.join(folder, file))
-        tensors |= {name: tensor for name, tensor in contents.tensors.items() if weight_map.get(name) == file}
-        file_bytes |= contents.file_bytes
-    if missing := [name for name in weight_map if name not in tensors]:
-        why = f"{missing[0]} is not in {weight_map[missing[0]]}, where the index puts it"
-        raise storage.damaged("the index is damaged", index, why)
-    streams = tuple(TorchStream(file, 0, size) for file, size in file_bytes.items())
-    return Contents(path=folder, format="full", tensors=tensors, file_bytes=file_bytes, streams=streams)
+    weight_map = read_index(storage.join(folder, name))
+    read = {file: read_full(storage.join(folder, file)) for file in dict.fromkeys(weight_map.values())}
+    return join_files(folder, "full", folder, read, weight_map)

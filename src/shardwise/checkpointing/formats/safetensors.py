@@ -9,12 +9,21 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing import contents, storage
-from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES, Contents, StoredChunk, StoredTensor, sizes_of
+from shardwise.checkpointing import storage
+from shardwise.checkpointing.contents import (
+    DTYPES,
+    ITEM_BYTES,
+    ChunkSpec,
+    Contents,
+    StoredChunk,
+    StoredTensor,
+    merge_contents,
+    sizes_of,
+)
 from shardwise.errors import CheckpointError
 
 _DTYPES = {name: dtype for dtype, (_, name, _) in DTYPES.items() if name}
@@ -29,16 +38,6 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _BLANK = "0" * 16
 _GET_AGAIN = "get the file again from where it came from, or write it again"
 _MISSING = "a file of the checkpoint is missing"
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """The header of one file."""
-
-    tensors: dict[str, StoredTensor]
-    num_bytes: int
-    """Of the file."""
-    block_bytes: int
 
 
 def is_safetensors(path: str | storage.Place) -> bool:
@@ -58,7 +57,8 @@ def read_safetensors(path: str | storage.Place) -> Contents:
         chosen = [name]
     index = read_index(storage.join(folder, chosen[0])) if chosen[0].endswith(INDEX_SUFFIX) else None
     read = {file: _read_header(folder, file) for file in (chosen if index is None else dict.fromkeys(index.values()))}
-    return _joined(place, folder, read, index)
+    # Whether a URL is a folder cannot be seen from it.
+    return join_files(folder if isinstance(place, str) else place, "safetensors", folder, read, index)
 
 
 def _choose(folder: storage.Place) -> list[str]:
@@ -99,14 +99,19 @@ def read_index(path: storage.Place) -> dict[str, str]:
     return weight_map
 
 
-def _joined(
-    place: storage.Place, folder: storage.Place, read: Mapping[str, _Header], index: Mapping[str, str] | None
+def join_files(
+    path: storage.Place,
+    format: str,
+    folder: storage.Place,
+    read: Mapping[str, Contents],
+    index: Mapping[str, str] | None,
 ) -> Contents:
+    """The tensors of several files, by name of the file; where there is an index, it says which file counts."""
     tensors: dict[str, StoredTensor] = {}
-    for file, header in read.items():
-        for name, tensor in header.tensors.items():
+    for file, part in read.items():
+        for name, tensor in part.tensors.items():
             if index is not None and index.get(name, file) != file:
-                continue  # a copy; the index says which one counts
+                continue  # a copy
             if name in tensors:
                 why = f"{name!r} is also in {tensors[name].chunks[0].file or 'another file'}"
                 raise _broken(storage.join(folder, file), "two files hold the same tensor", why)
@@ -115,19 +120,13 @@ def _joined(
         if name not in tensors:
             why = f"the index says that it holds {name!r}"
             raise _broken(storage.join(folder, file), "a tensor is not in its file", why)
-    block_bytes = {header.block_bytes for header in read.values() if header.block_bytes}
+    block_bytes = {part.block_bytes for part in read.values() if part.block_bytes}
     if len(block_bytes) > 1:
-        raise _broken(place, "files with checksums over blocks of different sizes", f"{sorted(block_bytes)} bytes")
-    return Contents(
-        path=folder if isinstance(place, str) else place,  # whether a URL is a folder cannot be seen from it
-        format="safetensors",
-        tensors=tensors,
-        file_bytes={file: header.num_bytes for file, header in read.items()},
-        block_bytes=block_bytes.pop() if block_bytes else 0,
-    )
+        raise _broken(path, "files with checksums over blocks of different sizes", f"{sorted(block_bytes)} bytes")
+    return replace(merge_contents(path, format, read.values()), tensors=tensors)
 
 
-def _read_header(folder: storage.Place, name: str) -> _Header:
+def _read_header(folder: storage.Place, name: str) -> Contents:
     path = storage.join(folder, name)
     size = storage.size_of(path)
     if size is None:
@@ -139,10 +138,10 @@ def _read_header(folder: storage.Place, name: str) -> _Header:
             raise _broken(path, "this is not a safetensors file, or it was cut short", why)
         data = reader.read(8, length)
     with storage.parsing("the header is damaged", path, _GET_AGAIN):
-        return _parse(name, data, size)
+        return _parse(path, data, size)
 
 
-def _parse(file: str, data: bytes, size: int) -> _Header:
+def _parse(path: storage.Place, data: bytes, size: int) -> Contents:
     header = json.loads(data, object_pairs_hook=_without_duplicates)
     if not isinstance(header, dict):
         raise ValueError("it is not an object")
@@ -150,7 +149,7 @@ def _parse(file: str, data: bytes, size: int) -> _Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ is not an object of strings")
     block_bytes, checksums = _checksums(data, metadata)
-    end = 8 + len(data)
+    end, file = 8 + len(data), storage.split(path)[1]
     tensors = {name: _tensor(file, name, entry, end, checksums.get(name, "")) for name, entry in header.items()}
     # The bytes of the tensors are all there is: none missing, none shared, none besides.
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.chunks[0].offset, tensor.num_bytes)):
@@ -162,7 +161,7 @@ def _parse(file: str, data: bytes, size: int) -> _Header:
         end += tensor.num_bytes
     if end != size:
         raise ValueError(f"the tensors end at byte {end:,}, the file at {size:,}")
-    return _Header(tensors, size, block_bytes)
+    return Contents(path, "safetensors", tensors, file_bytes={file: size}, block_bytes=block_bytes)
 
 
 def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -> StoredTensor:
@@ -173,7 +172,7 @@ def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -
     start, end = sizes_of(entry["data_offsets"])
     if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name!r} of shape {list(shape)} and {dtype} has {end - start:,} bytes")
-    chunk = StoredChunk(contents.ChunkSpec.whole(shape), file, data_start + start, storage.from_hex(checksums))
+    chunk = StoredChunk(ChunkSpec.whole(shape), file, data_start + start, storage.from_hex(checksums))
     return StoredTensor(name, dtype, shape, (chunk,))
 
 

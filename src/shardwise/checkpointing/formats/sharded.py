@@ -13,9 +13,19 @@ from typing import Any
 
 import xxhash
 
-from shardwise.checkpointing import contents as checkpoint_contents
 from shardwise.checkpointing import storage
-from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, LocalChunk, StoredTensor, TorchStream
+from shardwise.checkpointing.contents import (
+    ITEM_BYTES,
+    ChunkSpec,
+    Contents,
+    KeyPath,
+    LocalChunk,
+    StoredChunk,
+    StoredTensor,
+    TorchStream,
+    count_of,
+    sizes_of,
+)
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles import torch_files
 from shardwise.errors import CheckpointError, raise_listed
@@ -79,7 +89,7 @@ def write_rank_file(
     `items` may be a generator that makes each item's memory when its turn comes; then `total` is the bytes of all.
     """
     if isinstance(items, Sequence):
-        total = sum(_checked(item).num_bytes for item in items)
+        total = sum(item.num_bytes for item in items)
     file, frame = storage.split(path)[1], xxhash.xxh3_64()
     tensors: list[tuple[StoredTensor, TorchStream]] = []
     streams: list[TorchStream] = []
@@ -94,18 +104,15 @@ def write_rank_file(
             put(stream)
         with storage.counting(progress, total, "writing") as count:
             for item in items:
-                start, data = writer.num_bytes, storage.bytes_of(_checked(item).memory)
+                start, data = writer.num_bytes, storage.bytes_of(item.memory)
+                assert len(data) == item.num_bytes, f"{item.name}: {len(data)} bytes for {item.spec}"
                 head, tail = torch_files.tensor_frame(item.dtype, item.spec.sizes, start=start)
                 put(head)
                 offset = writer.num_bytes
                 checksums = writer.append_blocks(_counted(data, count), block_bytes)
                 put(tail)
-                tensor = StoredTensor(
-                    item.name,
-                    item.dtype,
-                    item.shape,
-                    (checkpoint_contents.StoredChunk(item.spec, file, offset, checksums),),
-                )
+                chunk = StoredChunk(item.spec, file, offset, checksums)
+                tensor = StoredTensor(item.name, item.dtype, item.shape, (chunk,))
                 tensors.append((tensor, TorchStream(file, start, writer.num_bytes - start, item.name)))
         if fsync:
             writer.sync()
@@ -117,16 +124,6 @@ def _counted(data: memoryview, count: Callable[[int], None]) -> Iterator[memoryv
         part = data[begin : begin + _COUNTED_BYTES]
         yield part
         count(len(part))
-
-
-def _checked(item: LocalChunk) -> LocalChunk:
-    is_inside = item.spec.lies_in(item.shape) and item.dtype in checkpoint_contents.ITEM_BYTES
-    if not is_inside or len(storage.bytes_of(item.memory)) != item.num_bytes:
-        raise CheckpointError(
-            f"cannot store {item.name}: {item.dtype} of shape {item.shape}, part {item.spec}",
-            why="the part must lie in the tensor and fill its memory, and the dtype be one of torch's plain ones",
-        )
-    return item
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,20 +157,20 @@ def torch_metadata(records: Sequence[FileRecord], header: Header) -> bytes:
     for alias, name in header.aliases.items():
         names.setdefault(name, []).append(alias)
     entries: dict[str, Any] = {}
-    places: list[tuple[Any, Any]] = []
+    places: dict[torch_files.Instance, torch_files.Instance] = {}
     for value in (value for record in records for value in record.values):
         entries[value.name] = _instance("BytesStorageMetadata", {})
-        places.append((_instance("MetadataIndex", {"fqn": value.name, "index": None}), _place(value)))
+        places[_instance("MetadataIndex", {"fqn": value.name, "index": None})] = _place(value)
     for stored, written in parts_by_name(records).items():
         for name in (stored, *names.get(stored, ())):
             entries[name] = _tensor_entry([tensor for tensor, _ in written])
             for number, (tensor, stream) in enumerate(written):
                 index = {"fqn": name, "index": number, "offset": _size(tensor.chunks[0].spec.starts)}
-                places.append((_instance("MetadataIndex", index), _place(stream)))
+                places[_instance("MetadataIndex", index)] = _place(stream)
     state = {
         "state_dict_metadata": entries,
         "planner_data": {name: tuple(header.structure.get(name, (name,))) for name in entries},
-        "storage_data": torch_files.Pairs(tuple(places)),
+        "storage_data": places,
         "storage_meta": None,
         "version": _DCP_VERSION,
     }
@@ -291,19 +288,15 @@ def _parsed(folder: storage.Place, body: Any) -> Contents:
             why=f"this shardwise reads {FORMAT} version {VERSION}",
             fix="install the shardwise that wrote it, or a later one",
         )
-    if (block_bytes := checkpoint_contents.count_of(body["block_bytes"])) == 0:
+    if (block_bytes := count_of(body["block_bytes"])) == 0:
         raise ValueError("block_bytes is 0")
-    file_bytes = {
-        storage.check_name(name, where=where): checkpoint_contents.count_of(entry["bytes"])
-        for name, entry in body["files"].items()
-    }
+    files = body["files"].items()
+    file_bytes = {storage.check_name(name, where=where): count_of(entry["bytes"]) for name, entry in files}
     tensors = {name: _tensor(name, entry, file_bytes, block_bytes) for name, entry in body["tensors"].items()}
     for alias, name in body["aliases"].items():
         tensors[alias] = replace(tensors[name], name=alias)
-    step, world_size = (
-        None if body[key] is None else checkpoint_contents.count_of(body[key]) for key in ("step", "world_size")
-    )
-    frames = {name: storage.from_hex(entry["frame"])[0] for name, entry in body["files"].items()}
+    step, world_size = (None if body[key] is None else count_of(body[key]) for key in ("step", "world_size"))
+    frames = {name: storage.from_hex(entry["frame"])[0] for name, entry in files}
     return Contents(
         path=folder,
         format="sharded",
@@ -319,21 +312,18 @@ def _parsed(folder: storage.Place, body: Any) -> Contents:
 
 
 def _tensor(name: str, entry: Any, file_bytes: Mapping[str, int], block_bytes: int) -> StoredTensor:
-    dtype, item_bytes = entry["dtype"], checkpoint_contents.ITEM_BYTES[entry["dtype"]]
-    shape, chunks = checkpoint_contents.sizes_of(entry["shape"]), []
+    dtype, item_bytes = entry["dtype"], ITEM_BYTES[entry["dtype"]]
+    shape, chunks = sizes_of(entry["shape"]), []
     for part in entry["pieces"]:
-        spec, sums = (
-            ChunkSpec(checkpoint_contents.sizes_of(part["starts"]), checkpoint_contents.sizes_of(part["sizes"])),
-            storage.from_hex(part["checksums"]),
-        )
-        offset, num_bytes = checkpoint_contents.count_of(part["offset"]), spec.numel * item_bytes
+        spec, sums = ChunkSpec(sizes_of(part["starts"]), sizes_of(part["sizes"])), storage.from_hex(part["checksums"])
+        offset, num_bytes = count_of(part["offset"]), spec.numel * item_bytes
         if not spec.lies_in(shape):
             raise ValueError(f"{name}: a chunk that lies outside the tensor")
         if offset + num_bytes > file_bytes[part["file"]]:
             raise ValueError(f"{name}: a chunk that lies outside its file")
         if len(sums) != -(-num_bytes // block_bytes):
             raise ValueError(f"{name}: {len(sums)} checksums for {num_bytes} bytes")
-        chunks.append(checkpoint_contents.StoredChunk(spec, part["file"], offset, sums))
+        chunks.append(StoredChunk(spec, part["file"], offset, sums))
     return StoredTensor(name, dtype, shape, tuple(chunks))
 
 

@@ -1,4 +1,4 @@
-"""Values other than tensors, encoded as JSON. No torch."""
+"""Values other than tensors, encoded as JSON, and nested values from their leaves. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardwise.checkpointing.contents import KeyPath
 from shardwise.errors import CheckpointError
 
 _TAG = "$"
@@ -128,3 +129,18 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "torch.device": _decode_torch,
     "torch.Size": _decode_torch,
 }
+
+
+def put_together(parts: Mapping[KeyPath, Any]) -> Any:
+    """A nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
+    if set(parts) == {()}:
+        return parts[()]
+    children: dict[str | int, dict[KeyPath, Any]] = {}
+    for path, value in parts.items():
+        if not path:
+            raise CheckpointError("a stored name is both a value and a folder of values", why="names must be unique")
+        children.setdefault(path[0], {})[path[1:]] = value
+    made = {key: put_together(below) for key, below in children.items()}
+    if all(isinstance(key, int) for key in made):
+        return [made[key] for key in sorted(made)]
+    return made

@@ -29,16 +29,15 @@ class Symbol:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Record:
-    """What a pickle says about an object of a known class: its arguments and its state, as plain values."""
+    """What a pickle says about an object of a known class: its arguments and its state, as plain values.
+
+    What it appends to a subclass of list, or sets in one of dict, is not kept.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     state: Any = None
-    items: list[Any] = field(default_factory=list)
-    """What the pickle appends to it, for subclasses of list."""
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    """What the pickle sets in it, for subclasses of dict."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -61,14 +60,10 @@ class _Unpickler(_PythonUnpickler):
     """Python's own, without the instructions that no checkpoint needs, and with the ones that call replaced."""
 
     def __init__(
-        self,
-        data: bytes,
-        allowed: Mapping[str, Symbol],
-        records: tuple[str, ...],
-        persistent_load: Callable[[Any], Any] | None,
+        self, data: bytes, allowed: Mapping[str, Symbol], records: tuple[str, ...], with_storages: bool
     ) -> None:
         super().__init__(_Whole(data))
-        self._allowed, self._records, self._persistent_load = allowed, records, persistent_load
+        self._allowed, self._records, self._with_storages = allowed, records, with_storages
         # A byte of pickle can ask for a container of 200; real ones have fewer than one object in four bytes.
         self.objects_left = _FREE_OBJECTS + len(data) // 3
 
@@ -83,9 +78,9 @@ class _Unpickler(_PythonUnpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """What stands for a storage."""
-        if self._persistent_load is None:
+        if not self._with_storages:
             raise Refused("the pickle refers to storages outside it, which this file cannot have")
-        return self._persistent_load(pid)
+        return make_storage(pid)
 
     def make(self, symbol: Any, args: Any, kwargs: Any) -> None:
         """What a call leaves: a record, or what our own function returns."""
@@ -98,20 +93,18 @@ class _Unpickler(_PythonUnpickler):
     def set_items(self, values: list[Any]) -> None:
         """Set keys and values, one after another, in the dictionary or record on the stack."""
         target = self.stack[-1]
-        pairs = list(zip(values[::2], values[1::2], strict=True))
-        if isinstance(target, Record):
-            target.pairs.extend(pairs)
-        elif type(target) is dict:
-            target.update((_checked_key(key), value) for key, value in pairs)
-        else:
+        if type(target) is dict:
+            target.update((_checked_key(key), value) for key, value in zip(values[::2], values[1::2], strict=True))
+        elif not isinstance(target, Record):
             raise ValueError(f"items set in a {type(target).__name__}")
 
     def append_items(self, values: list[Any]) -> None:
         """Append to the list or record on the stack."""
         target = self.stack[-1]
-        if not isinstance(target, (Record, list)):
+        if isinstance(target, list):
+            target.extend(values)
+        elif not isinstance(target, Record):
             raise ValueError(f"items appended to a {type(target).__name__}")
-        (target.items if isinstance(target, Record) else target).extend(values)
 
     def add_items(self, values: list[Any]) -> None:
         """Add to the set on the stack."""
@@ -125,15 +118,6 @@ class _Unpickler(_PythonUnpickler):
             self.stack[-1].state = state
         elif type(self.stack[-1]) is not dict:  # an OrderedDict's attributes (`_metadata` of a state dict)
             raise ValueError(f"state given to a {type(self.stack[-1]).__name__}")
-
-    def new_frozenset(self, values: list[Any]) -> None:
-        """A set of values; marks change where `append` appends to, so that they must be popped first."""
-        self.append(frozenset(map(_checked_key, values)))
-
-    def new_dict(self, values: list[Any]) -> None:
-        """A dictionary of keys and values, one after another."""
-        self.append({})
-        self.set_items(values)
 
 
 class _Whole(io.BytesIO):
@@ -164,6 +148,17 @@ def _new_with_keywords(machine: _Unpickler) -> None:
     machine.make(symbol, args, kwargs)
 
 
+def _new_dict(machine: _Unpickler) -> None:
+    values = machine.pop_mark()  # marks change where `append` appends to
+    machine.append({})
+    machine.set_items(values)
+
+
+def _new_frozenset(machine: _Unpickler) -> None:
+    values = machine.pop_mark()
+    machine.append(frozenset(map(_checked_key, values)))
+
+
 def _counted(step: Callable[[_Unpickler], None]) -> Callable[[_Unpickler], None]:
     def counted(machine: _Unpickler) -> None:
         machine.objects_left -= 1
@@ -190,9 +185,9 @@ _REPLACED: dict[str, Callable[[_Unpickler], None]] = {
     "APPENDS": lambda machine: machine.append_items(machine.pop_mark()),
     "SETITEM": lambda machine: machine.set_items([machine.stack.pop(), machine.stack.pop()][::-1]),
     "SETITEMS": lambda machine: machine.set_items(machine.pop_mark()),
-    "DICT": lambda machine: machine.new_dict(machine.pop_mark()),
+    "DICT": _new_dict,
     "ADDITEMS": lambda machine: machine.add_items(machine.pop_mark()),
-    "FROZENSET": lambda machine: machine.new_frozenset(machine.pop_mark()),
+    "FROZENSET": _new_frozenset,
 }
 _COUNTED = b"}]ltdQRqr\x81\x85\x86\x87\x8f\x91\x92\x94"
 """Instructions that make an object, or a place in the memo."""
@@ -227,14 +222,14 @@ def load_pickle(
     *,
     allowed: Mapping[str, Symbol],
     records: tuple[str, ...] = (),
-    persistent_load: Callable[[Any], Any] | None = None,
+    with_storages: bool = False,
     where: str = "",
     max_bytes: int = MAX_PICKLE_BYTES,
 ) -> Any:
     """Read one pickle without importing or calling anything it names.
 
-    Names are looked up in `allowed`; objects of classes that begin with one of `records` are kept as `Record`s. What it
-    returns may be shared or cyclic: walk it with a limit.
+    Names are looked up in `allowed`; objects of classes that begin with one of `records` are kept as `Record`s. It may
+    refer to storages of torch only `with_storages`. What it returns may be shared or cyclic: walk it with a limit.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         data = data.read(max_bytes + 1)
@@ -242,7 +237,7 @@ def load_pickle(
         what = f"the checkpoint holds a pickle of more than {max_bytes} bytes"
         raise damaged(what, where, "no checkpoint needs one so large")
     try:
-        return _Unpickler(bytes(data), allowed, records, persistent_load).load()
+        return _Unpickler(bytes(data), allowed, records, with_storages).load()
     except Refused as refusal:
         raise CheckpointError(
             str(refusal),
@@ -332,17 +327,11 @@ def make_storage(identity: Any) -> StorageRef:
 
 
 def make_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorRef:
-    """`_rebuild_tensor` and `_rebuild_tensor_v2`."""
-    return make_tensor_v3(storage, offset, size, stride, None, None, None)
-
-
-def make_tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_rest: Any
-) -> TensorRef:
-    """`_rebuild_tensor_v3`: dtypes that have no storage class."""
+    """`_rebuild_tensor`, `_v2`, and `_v3` for dtypes that have no storage class: it names them."""
     if not isinstance(storage, StorageRef):
         raise ValueError("a tensor without a storage")
-    name = storage.dtype if dtype is None else dtype_name(dtype)
+    dtypes = [each for each in rest if isinstance(each, Symbol)]
+    name = dtype_name(dtypes[0]) if dtypes else storage.dtype
     tensor = TensorRef(storage, name, count_of(offset), sizes_of(size), sizes_of(stride))
     if len(tensor.shape) != len(tensor.strides):
         raise ValueError("a tensor with strides of another number of dimensions")
@@ -365,17 +354,15 @@ def make_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 def _sharded(made: Record) -> ShardedRef:
     parts, metadata = made.state[:2]
-    local = tuple((_shard_spec(part.fields["metadata"]), part.fields["tensor"]) for part in parts)
-    shape = sizes_of(metadata.fields["size"])
-    for spec, tensor in local:
+    local, shape = [], sizes_of(metadata.fields["size"])
+    for part in parts:
+        place, tensor = part.fields["metadata"].fields, part.fields["tensor"]
+        spec = ChunkSpec(sizes_of(place["shard_offsets"]), sizes_of(place["shard_sizes"]))
+        local.append((spec, tensor))
         if not isinstance(tensor, TensorRef) or tensor.shape != spec.sizes or not spec.lies_in(shape):
             raise ValueError("a shard whose tensor does not have its size")
     properties = metadata.fields["tensor_properties"].state
-    return ShardedRef(dtype_name(properties[0]), shape, local)
-
-
-def _shard_spec(entry: Record) -> ChunkSpec:
-    return ChunkSpec(sizes_of(entry.fields["shard_offsets"]), sizes_of(entry.fields["shard_sizes"]))
+    return ShardedRef(dtype_name(properties[0]), shape, tuple(local))
 
 
 def _dtensor(made: Record) -> DTensorRef:
@@ -414,14 +401,14 @@ def _placement(placement: Record) -> tuple[Any, ...]:
     return (name, count_of(values["dim"])) if name in ("shard", "strided") else (name,)
 
 
-def read_torch_pickle(data: bytes | bytearray | memoryview, *, where: str = "") -> Any:
-    """Read `data.pkl` of a `torch.save` file, with `TensorRef`, `ShardedRef` or `DTensorRef` in place of tensors."""
-    return load_pickle(data, allowed=_KNOWN, records=_DATA_CLASSES, persistent_load=make_storage, where=where)
+def read_torch_pickle(data: bytes, *, where: str = "", max_bytes: int = MAX_PICKLE_BYTES) -> Any:
+    """Read `data.pkl` of a `torch.save` file, or the `.metadata` of a Distributed Checkpoint.
 
-
-def read_dcp_pickle(data: bytes, *, where: str, max_bytes: int) -> Any:
-    """Read the `.metadata` of a Distributed Checkpoint as data; see `read_torch_pickle`. It has no tensors."""
-    return load_pickle(data, allowed=_KNOWN, records=_DATA_CLASSES, where=where, max_bytes=max_bytes)
+    `TensorRef`, `ShardedRef` or `DTensorRef` stand in place of tensors.
+    """
+    return load_pickle(
+        data, allowed=_KNOWN, records=_DATA_CLASSES, with_storages=True, where=where, max_bytes=max_bytes
+    )
 
 
 def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
@@ -473,6 +460,10 @@ _KNOWN: Mapping[str, Symbol] = {
             "pathlib.PosixPath": _path,
             "pathlib.WindowsPath": _path,
             "pathlib._local.PosixPath": _path,
+            **{f"torch._utils._rebuild_tensor{version}": make_tensor for version in ("", "_v2", "_v3")},
+            "torch._utils._rebuild_parameter": lambda data, *_: data,
+            "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+            "torch._tensor._rebuild_from_type_v2": make_subclass,
         }
     ),
     **makers({f"{module}.{name}": make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()}),
@@ -480,16 +471,6 @@ _KNOWN: Mapping[str, Symbol] = {
     **symbols(*(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("dict", "list", "int"))),
     **symbols(*(f"torch.{name}" for name in STORAGE_DTYPES)),
     **symbols("torch.storage.UntypedStorage", "torch.Tensor", "torch.nn.parameter.Parameter"),
-    **makers(
-        {
-            "torch._utils._rebuild_tensor": make_tensor,
-            "torch._utils._rebuild_tensor_v2": make_tensor,
-            "torch._utils._rebuild_tensor_v3": make_tensor_v3,
-            "torch._utils._rebuild_parameter": lambda data, *_: data,
-            "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-            "torch._tensor._rebuild_from_type_v2": make_subclass,
-        }
-    ),
 }
 """What `.metadata` and `torch.save` files may name besides `_DATA_CLASSES`."""
 

@@ -119,7 +119,7 @@ known_global = functools.cache(Global)
 """The same object for the same name, so that a pickle names it once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Call:
     """What the function returns for these arguments."""
 
@@ -127,7 +127,7 @@ class Call:
     arguments: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Instance:
     """An object made without `__init__` and given this state."""
 
@@ -140,13 +140,6 @@ class Persistent:
     """What the reader knows under this identity: for torch, a storage."""
 
     identity: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """A dictionary whose keys are themselves objects that only the reader can make."""
-
-    pairs: tuple[tuple[Any, Any], ...]
 
 
 def dumps(value: Any) -> bytes:
@@ -193,13 +186,6 @@ class _Pickler(_PythonPickler):
         self.save(value.state)
         self.write(pickle.BUILD)
 
-    def _save_pairs(self, value: Pairs) -> None:
-        self.write(pickle.EMPTY_DICT + pickle.MARK)
-        for key, item in value.pairs:
-            self.save(key)
-            self.save(item)
-        self.write(pickle.SETITEMS)
-
     def _save_bytes(self, value: bytes) -> None:
         self._save_call(Call(known_global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
 
@@ -209,7 +195,7 @@ class _Pickler(_PythonPickler):
     dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         kind: _PythonPickler.dispatch[kind] for kind in (type(None), bool, int, float, str, tuple, list, dict)
     }
-    dispatch |= {Global: _save_global, Call: _save_call, Instance: _save_instance, Pairs: _save_pairs}
+    dispatch |= {Global: _save_global, Call: _save_call, Instance: _save_instance}
     dispatch |= {bytes: _save_bytes, set: _save_set}
 
 
@@ -320,7 +306,7 @@ def _central_entry(label: bytes, num_bytes: int, crc: int, offset: int) -> bytes
 Ref = TensorRef | ShardedRef | DTensorRef
 _TENSORS = (TensorRef, ShardedRef, DTensorRef)
 _MAX_DEPTH = 64
-_MAX_REVISITS = 200_000
+_MAX_CONTAINERS = 1 << 20
 
 
 @dataclass(slots=True)
@@ -344,7 +330,7 @@ def flatten_state(tree: Any, *, where: str = "") -> TorchState:
     if not isinstance(tree, Mapping):
         raise _not_a_state(where, f"it holds a {type(tree).__name__}, not a dictionary of tensors")
     flat = TorchState()
-    walk = _Visited()
+    walk = _Walk()
     for path, leaf in _leaves((), tree, walk, where):
         name = ".".join(map(str, path))
         if name in flat.structure:
@@ -363,44 +349,36 @@ def flatten_state(tree: Any, *, where: str = "") -> TorchState:
 
 def plain_value(value: Any) -> Any:
     """What `read_torch_pickle` returned, if it is plain data; else an OpaqueValue is raised."""
-    return _plain(value, _Visited(), 0)
+    return _plain(value, _Walk(), 0)
 
 
-class _Visited:
-    """Containers seen on one walk: a pickle may share them, so that a small one can hold endless paths."""
+class _Walk:
+    """Counts the containers that are entered: a pickle may share them, so that a small one can hold endless paths."""
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._revisits = 0
-        self._without_tensors: set[int] = set()
+        self._left = _MAX_CONTAINERS
 
-    def is_endless(self, container: Any, depth: int) -> bool:
-        """Whether this container, met at this depth, shows that the walk would not end."""
-        if id(container) in self._seen:
-            self._revisits += 1
-        self._seen.add(id(container))
-        return depth > _MAX_DEPTH or self._revisits > _MAX_REVISITS
+    def is_endless(self, depth: int) -> bool:
+        """Whether a container at this depth shows that the walk would not end."""
+        self._left -= 1
+        return depth > _MAX_DEPTH or self._left < 0
 
-    def is_entered(self, value: Any) -> bool:
+    def is_entered(self, value: Any, depth: int = 0) -> bool:
         """Whether DCP gives the items of a list names of their own: where a tensor or dictionary is among them."""
-        if not isinstance(value, (list, tuple)) or id(value) in self._without_tensors:
+        if not isinstance(value, (list, tuple)) or self.is_endless(depth):
             return False
-        self._without_tensors.add(id(value))  # also for a list that holds itself
-        entered = any(
-            isinstance(entry, (*_TENSORS, Mapping)) or (isinstance(entry, list) and self.is_entered(entry))
+        return any(
+            isinstance(entry, (*_TENSORS, Mapping)) or (isinstance(entry, list) and self.is_entered(entry, depth + 1))
             for entry in value
         )
-        if entered:
-            self._without_tensors.discard(id(value))
-        return entered
 
 
-def _leaves(path: KeyPath, value: Any, walk: _Visited, where: str) -> Iterator[tuple[KeyPath, Any]]:
+def _leaves(path: KeyPath, value: Any, walk: _Walk, where: str) -> Iterator[tuple[KeyPath, Any]]:
     is_mapping = isinstance(value, Mapping)
     if not is_mapping and not walk.is_entered(value):
         yield path, value
         return
-    if walk.is_endless(value, len(path)):
+    if walk.is_endless(len(path)):
         raise _not_a_state(where, "it is nested without end")
     for key, entry in value.items() if is_mapping else enumerate(value):
         yield from _leaves((*path, _key(key) if is_mapping else key), entry, walk, where)
@@ -414,12 +392,12 @@ class OpaqueValue(Exception):
     """The name of a class whose objects are not plain data."""
 
 
-def _plain(value: Any, walk: _Visited, depth: int) -> Any:
+def _plain(value: Any, walk: _Walk, depth: int) -> Any:
     if value is None or isinstance(value, (str, int, float, complex, bytes)):
         return value
     if isinstance(value, Symbol):
         return value.name
-    if walk.is_endless(value, depth):
+    if walk.is_endless(depth):
         raise OpaqueValue("a value nested without end")
     if isinstance(value, (list, tuple, set, frozenset)):
         return type(value)(_plain(entry, walk, depth + 1) for entry in value)

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shardwise.fsdp1.codemod.program import WRAP
-from shardwise.fsdp1.codemod.reaching import Reaching
+from shardwise.fsdp1.codemod.program import WRAP, Reaching
 from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function, argument_of, given_to, last_name
 from shardwise.source.values import ObjectRef
 
@@ -82,19 +81,10 @@ class Evaluator:
                 found[call] = is_partial
         return found
 
-    @cached_property
-    def units(self) -> dict[Function | None, list[ast.AST]]:
-        """The nodes of the file by the function whose body they are in."""
-        found: dict[Function | None, list[ast.AST]] = {}
+    def read(self) -> None:
+        """Follow every assignment, call and return of the file once."""
+        self._known.clear()
         for node in self.context.parents:
-            found.setdefault(self.reaching.function(node), []).append(node)
-        return found
-
-    def read(self, function: Function | None) -> None:
-        """Follow every assignment, call and return of a function, or of what is outside of all, once."""
-        for node in self.units[function]:
-            self._known.pop(node, None)
-        for node in self.units[function]:
             match node:
                 case ast.Assign(targets=targets, value=value):
                     for target in targets:
@@ -112,7 +102,7 @@ class Evaluator:
                 case ast.comprehension(target=target, iter=iterable):
                     self._bind(target, self._items(self.values(iterable), iterable))
                 case ast.Return(value=ast.expr() as value) | ast.Yield(value=ast.expr() as value):
-                    if function is not None:
+                    if (function := self.context.enclosing_function(node)) is not None:
                         self.flow.add(function, self.values(value))
                 case ast.Lambda(body=value):
                     self.flow.add(node, self.values(value))
@@ -348,7 +338,11 @@ class Evaluator:
             return self._joined(call, is_chain="itertools.chain" in origins)
         name = last_name(function)
         receivers = self.values(function.value) if isinstance(function, ast.Attribute) else NOTHING
-        builtin = self._of_builtin(call, name, receivers, bool(origins))
+        builtin = None
+        if not origins and not isinstance(function, ast.Attribute):
+            builtin = self._of_function(call, name)
+        elif not origins and not self._has_own(receivers, name):  # else the class has one of its own
+            builtin = self._of_method(call, name, receivers)
         if builtin is not None:
             return builtin
         called = self.values(function)
@@ -365,7 +359,8 @@ class Evaluator:
         if not found or not self._resolve(function):
             found |= {self._unknown(call, origins)} if not found else NOTHING
             first = call.args[0] if call.args else None
-            if first is not None and context.source(first) == self._bound_to(call):  # `model = prepare(model)`
+            names = map(context.source, context.targets(call)[:1])
+            if first is not None and context.source(first) in names:  # `model = prepare(model)`
                 found |= self.values(first)
         return found
 
@@ -399,29 +394,18 @@ class Evaluator:
                 self._hand(file, parameter, inner)  # pyrefly: ignore
         return made
 
-    def _bound_to(self, call: ast.Call) -> str:
-        parent = self.context.parents.get(call)
-        return self.context.source(parent.targets[0]) if isinstance(parent, ast.Assign) else ""
-
     def _wrap(self, call: ast.Call, wrapped: ObjectRef) -> Values:
         """What a constructor gives; the model that it is given is sharded in place, so that its name has it too."""
         module = argument_of(call, 0, "module")
-        self.flow.wrap(call, self.values(module))
+        self.flow.wrapped.setdefault(call, set()).update(self.values(module))
         self.flow.add(call, frozenset({wrapped}))
         if isinstance(module, ast.Attribute):
             for owner in self.values(module.value):
                 self.flow.store(owner, module.attr, frozenset({wrapped}), call)
         return frozenset({wrapped})
 
-    def _of_builtin(self, call: ast.Call, name: str, receivers: Values, is_known: bool) -> Values | None:
-        """What methods of modules and containers, and Python's own functions, return; None for any other call."""
-        if isinstance(call.func, ast.Attribute):
-            if self._has_own(receivers, name):
-                return None  # the class has one of its own
-            return self._of_method(call, name, receivers) if not is_known else None
-        return self._of_function(call, name) if not is_known else None
-
     def _of_method(self, call: ast.Call, name: str, receivers: Values) -> Values | None:
+        """What methods of modules and containers return; None for any other."""
         given = call.args
         if name in _PARAMETERS:
             made = ObjectRef(call, origins=frozenset({"parameters"}))
@@ -448,6 +432,7 @@ class Evaluator:
         return receivers if name in _CONTENTS else None
 
     def _of_function(self, call: ast.Call, name: str) -> Values | None:
+        """What Python's own functions return; None for any other."""
         given = call.args
         if name == "dict":
             made = ObjectRef(call)
@@ -480,20 +465,14 @@ class Evaluator:
             named = isinstance(given[1], ast.Constant)
             attribute = str(given[1].value) if isinstance(given[1], ast.Constant) else _ANY
             if name == "getattr":
-                stored = [] if named else [by for one in first for by in self._fields(one).values()]
+                owners = [owner for one in first for owner in self.flow.owners(one)] if not named else []
+                stored = [by for owner in owners for by in self.flow.stored(owner).values()]
                 some = frozenset(filter(is_of_wrapped, _union(found for by in stored for found in by.values())))
                 return some | _union(self._load(one, attribute, call) for one in first)
             for one in first:
                 self.flow.store(one, attribute, self.values(given[2]), call)
             return NOTHING
         return None
-
-    def _fields(self, value: ObjectRef) -> dict[str, dict[ast.AST, set[ObjectRef]]]:
-        """All that objects of this kind have, by attribute or item and place."""
-        found: dict[str, dict[ast.AST, set[ObjectRef]]] = {}
-        for owner in self.flow.owners(value):
-            found |= self.flow.stored(owner)
-        return found
 
     def _pairs(self, call: ast.Call, columns: Iterable[Values]) -> ObjectRef:
         """An iterable of tuples with these elements."""
@@ -517,22 +496,24 @@ class Evaluator:
             is_class = "classmethod" in map(last_name, getattr(function, "decorator_list", []))
             own = self._owner_of(bindings[0].node) if is_class else None
         match node:
-            case ast.Attribute(attr="__class__", value=ast.Name(id="self")):
-                own = self.context.enclosing_class(node)
-            case ast.Attribute(attr=name, value=ast.Name(id="self" | "cls")):  # a class inside of the class
-                around = self.context.enclosing_class(node)
+            case ast.Attribute(attr=name, value=ast.Name(id="self" | "cls")) if name != "__class__":
+                around = self.context.enclosing_class(node)  # a class inside of the class
                 inside = [one for one in getattr(around, "body", ()) if isinstance(one, ast.ClassDef)]
                 own = next((one for one in inside if one.name == name), None)
-            case ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")]):
+            case (
+                ast.Attribute(attr="__class__", value=ast.Name(id="self"))
+                | ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")])
+            ):
                 own = self.context.enclosing_class(node)
         return (self.context, own) if own is not None else None
 
     def _functions(self, values: Values) -> Iterator[_Target]:
         """The functions of the program among some values."""
         for one in values:
-            home = self._home(one.site) if not one.path and isinstance(one.site, ast.Lambda | Function) else None
-            if home is not None:
-                yield home, one.site, None  # pyrefly: ignore
+            if not one.path and isinstance(one.site, ast.Lambda | Function):
+                home = self if one.site in self.context.parents else self.flow.file_of(one.site)
+                if home is not None:
+                    yield home.context, one.site, None
 
     def _targets(self, call: ast.Call, name: str, receivers: Values, called: Values) -> Iterator[_Target]:
         """The functions and classes of the program that a call enters, each with the object that it is bound to."""
@@ -559,8 +540,8 @@ class Evaluator:
             for file, method in self._methods_of(one.definition, name):
                 is_static = "staticmethod" in map(last_name, method.decorator_list)
                 yield file.context, method, None if is_static else one
-        if not known and name not in _COMMON and not self.context.origins(call.func) and self._hands_on(call):
-            self.flow.note(("function", name))
+        hands_on = (self.flow.matters(self.values(one)) for one in given_to(call))
+        if not known and name not in _COMMON and not self.context.origins(call.func) and any(hands_on):
             for file, method in self.flow.methods.get(name, []):
                 owner_class = file.context.parents[method]
                 if isinstance(owner_class, ast.ClassDef) and self._is_near(file):
@@ -572,27 +553,19 @@ class Evaluator:
         imports = self.flow.imports
         return here is there or there.path in imports(here) or here.path in imports(there)
 
-    def _hands_on(self, call: ast.Call) -> bool:
-        return any(self.flow.matters(self.values(one)) for one in given_to(call))
-
-    def _home(self, function: Callable) -> FileContext | None:
-        self.flow.note(("function", getattr(function, "name", "")))
-        files = (one.context for one in self.flow.files.values() if function in one.context.parents)
-        return self.context if function in self.context.parents else next(files, None)
-
     def _has_own(self, values: Values, method: str) -> bool:
         return any(not one.path and self._methods_of(one.definition, method) for one in values)
 
     def _methods_of(self, definition: ast.ClassDef | None, name: str) -> list[tuple[Evaluator, Function]]:
         """The methods of this name of a class, of the classes above and of those below."""
         family = self.flow.relatives(definition) if definition is not None else set()
-        return [found for one in family for found in self.flow.own_methods.get((one, name), [])]
+        methods = self.flow.methods.get(name, []) if family else []
+        return [(file, method) for file, method in methods if file.context.parents[method] in family]
 
     def _enter(self, call: ast.Call, to: _Target, given: _Given) -> Values:
         """Give the parameters of a function its arguments; what it returns."""
         context, target, owner = to
         if context.path not in self.flow.files and not any(self.flow.matters(values) for _, values in given):
-            self.flow.note(("file", context.path))
             if isinstance(target, ast.ClassDef):
                 self.flow.classes[target] = context
                 return frozenset({ObjectRef(call, definition=target)})
@@ -601,7 +574,7 @@ class Evaluator:
         file = self.flow.activate(context)
         if isinstance(target, ast.ClassDef):
             return frozenset({self._make(call, context, target, given)})
-        self.flow.enter(self, call, target)  # pyrefly: ignore
+        self.flow.sites.setdefault(target, {})[call] = self  # pyrefly: ignore
         arguments, num_bound = target.args, int(owner is not None)
         positional = [*arguments.posonlyargs, *arguments.args][num_bound:]
         by_name = {one.arg: one for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}

@@ -7,20 +7,234 @@ functions are read. No torch, no I/O.
 from __future__ import annotations
 
 import ast
+import enum
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from shardwise.fsdp1.codemod.evaluating import Callable, Values, instance, is_of_wrapped
-from shardwise.fsdp1.codemod.program import Program, once
-from shardwise.fsdp1.codemod.sharded import ANYWHERE, Sharded
-from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function
+from shardwise.fsdp1.codemod.evaluating import INNER, SAME, Callable, Evaluator, Values, instance, is_of_wrapped
+from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, Program, fsdp_name, once
+from shardwise.source.syntax import (
+    FSDP1,
+    Comprehension,
+    FileContext,
+    Function,
+    all_parameters,
+    argument_of,
+    checked_types,
+    given_to,
+)
 from shardwise.source.values import ObjectRef
+
+_HINTED = frozenset({FSDP1, "isinstance"})
+"""Origins of models that the program only takes for wrapped ones."""
+ANYWHERE = ast.Module(body=[], type_ignores=[])
+_CLASS = FSDP1.rpartition(".")[2]
+STATIC = ("state_dict_type", "set_state_dict_type", "optim_state_dict", "summon_full_params", "fsdp_modules")
+STATIC += ("optim_state_dict_to_load", "full_optim_state_dict", "sharded_optim_state_dict", "get_state_dict_type")
+"""FSDP1's methods that are called on the class."""
+METHODS = {*STATIC, "clip_grad_norm_", "no_sync", "check_is_root", "register_comm_hook", "apply"}
+
+
+class Holds(enum.IntEnum):
+    """Whether an expression is a wrapped model."""
+
+    NEVER = 0
+    SOMETIMES = 1
+    """On some runs or branches; on others it is a plain model, or DDP."""
+    ALWAYS = 2
+
+
+def is_wrapped(value: ObjectRef) -> bool:
+    """Whether a value is a wrapped model itself, not a part of one."""
+    return FSDP1 in value.origins and not value.path
+
+
+def name_on_self(node: ast.AST) -> str:
+    """The name of `self.name`; empty for anything else."""
+    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" else ""
+
+
+class Sharded(Evaluator):
+    """The values of one file's expressions, and what is asked about them."""
+
+    def holds(self, node: ast.expr) -> Holds:
+        """Whether an expression is a wrapped model where it stands."""
+        values = self.values(node)
+        if not any(map(is_wrapped, values)):
+            return Holds.NEVER
+        is_sure = not any(map(_is_other, values)) and self._is_reached_always(node)
+        return Holds.ALWAYS if is_sure else Holds.SOMETIMES
+
+    def holds_part(self, node: ast.expr) -> bool:
+        """Whether an expression may be a wrapped model or a part of one."""
+        return any(map(is_of_wrapped, self.values(node)))
+
+    def has_inside(self, node: ast.expr) -> bool:
+        """Whether an expression may be a wrapped model, or an object that has one."""
+        return self.flow.matters(self.values(node))
+
+    def is_foreign(self, call: ast.Call) -> bool:
+        """Whether a call is of a function or class that is not of the program."""
+        file = self.flow.file_of(call)
+        return file is not None and file._resolve(call.func) is None
+
+    def is_unknown(self, node: ast.expr) -> bool:
+        """Whether nothing shows what an expression is: a parameter of a function that nobody calls, or set nowhere."""
+        for one in self.values(node):
+            match one.whole.site:
+                case ast.arg() as parameter if parameter in self.context.parents:
+                    function = self.context.parents[self.context.parents[parameter]]
+                    sites = self.flow.sites_of(function)  # pyrefly: ignore
+                    if all(caller.context.enclosing_function(site) is function for site, caller in sites):
+                        return True  # `super().__init__()` is no caller
+                case ast.ClassDef() if len(one.path) == 1:
+                    if not any(self.flow.stored_as(owner, one.path[0]) for owner in self.flow.owners(one.whole)):
+                        return True
+        return False
+
+    def is_handed_away(self, call: ast.Call) -> bool:
+        """Whether a wrapped model, or a function that wraps one, goes to a function that comes from who knows where."""
+        match call.func:
+            case ast.Attribute(attr=name) if name in self.flow.methods or self._resolve(call.func) is not None:
+                return False  # of a class that this one is mixed with, or a class inside of it
+            case ast.Name() | ast.Attribute(value=ast.Name(id="self")) if self.is_unknown(call.func):
+                return any(self.holds_part(one) or self._makes_wrapped(one) for one in given_to(call))
+        return False
+
+    def _makes_wrapped(self, node: ast.expr) -> bool:
+        """Whether a function of the program that returns wrapped models."""
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                made = [one for _, one in self._methods_of(self.context.enclosing_class(node), name)]
+            case ast.Name():
+                made = [one for _, one in filter(None, [self.program.function(self.context, node)])]
+            case _:
+                made = []
+        return any(is_of_wrapped(value) for one in made for value in self.flow.look_up(one))
+
+    def has_own(self, node: ast.expr, method: str) -> bool:
+        """Whether an expression may be an object whose class, of the program, has this method."""
+        match node:
+            case ast.Call(func=ast.Name(id="super")):  # of a class above
+                own = self.context.enclosing_class(node)
+                return any(file.context.parents[one] is not own for file, one in self._methods_of(own, method))
+        return self._has_own(self.values(node), method)
+
+    def own_methods(self, model: ast.expr, name: str) -> list[Function]:
+        """The method of this name of the class that a model had before it was wrapped, and those it calls on `self`."""
+        wrapped = self.flow.wrapped
+        sites = {one.site for one in self.values(model) if is_wrapped(one)}
+        inner = [wrapped[one] for one in wrapped if one in sites or not sites <= wrapped.keys()]
+        found = list[Function]()
+        for definition in {one.definition for several in inner for one in several if not one.path}:
+            own = {one.name: one for one in getattr(definition, "body", ()) if isinstance(one, Function)}
+            waiting = [name]
+            while waiting:
+                method = own.pop(waiting.pop(), None)
+                if method is not None:
+                    found.append(method)
+                    waiting += {name_on_self(one) for one in ast.walk(method)} - {"forward"}
+        return found
+
+    def wrapped_by(self, call: ast.Call) -> set[ObjectRef]:
+        """The models, as they were before, that a constructor wraps."""
+        return {one for one in self.flow.wrapped.get(call, ()) if not is_of_wrapped(one)}
+
+    def taken_from(self, values: Iterable[ObjectRef]) -> Iterator[tuple[Sharded, ast.Call, set[ObjectRef]]]:
+        """The calls that took the parameters among the values, each with its file and the objects it took them of."""
+        seen, waiting = set[ObjectRef](), list(values)
+        while waiting:
+            value = waiting.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            waiting += [one for by in self.flow.stored(value).values() for found in by.values() for one in found]
+            taken = value.whole.site
+            file = self.flow.file_of(taken) if "parameters" in value.whole.origins else None
+            if file is None or not (isinstance(taken, ast.Call) and isinstance(taken.func, ast.Attribute)):
+                continue
+            yield file, taken, set(file.values(taken.func.value))
+            for site, caller in self.flow.sites_of(file.context.enclosing_function(taken)):
+                yield caller, site, {one for given in given_to(site) for one in caller.values(given)}
+
+    def _is_reached_always(self, node: ast.expr) -> bool:
+        """Whether a variable or attribute is given a wrapped model on every way to its use."""
+        match node:
+            case ast.Name():
+                places = [place for place in self._places(node) if any(map(is_wrapped, self.flow.look_up(place)))]
+            case ast.Attribute(attr=name) if name not in INNER:
+                stored = [
+                    by
+                    for value in self.values(node.value)
+                    for owner in self.flow.owners(value)
+                    for by in [self.flow.stored_as(owner, name)]
+                ]
+                places = [place for by in stored for place, found in by.items() if any(map(is_wrapped, found))]
+                places = [place for place in places if self.reaching.may_reach(place, node)]
+            case ast.Call(func=ast.Attribute(attr=name, value=inner)) if name in SAME:
+                return self._is_reached_always(inner)
+            case ast.Attribute(value=inner):
+                return self._is_reached_always(inner)
+            case ast.Call(func=function) if self.context.is_any(function, {WRAP}):
+                # Outside of `enable_wrap` it hands the module back as it is.
+                entered = (one.func for _, one in self.context.entered_calls(node))
+                return any(self.context.is_any(one, {ENABLE_WRAP}) for one in entered)
+            case _:
+                return True
+        return any(self.reaching.always_reaches(place, node) for place in places)
+
+    def read_hints(self) -> list[tuple[ast.AST, ast.expr]]:
+        """The expressions that only a type check or a function of FSDP's class takes for wrapped models."""
+        self.forget()
+        context, told = self.context, list[tuple[ast.AST, ast.expr]]()
+        if not self.constructors and "fully_shard(" in context.text:
+            return told  # rewritten already; what is left of FSDP1 here tells nothing
+        for call in context.calls:
+            owner, _, method = fsdp_name(context, call.func).partition(".")
+            is_static = owner == _CLASS and method in STATIC
+            model = argument_of(call, 0, "module" if "type" in method else "model") if is_static else None
+            if any(map(self._names_fsdp, checked_types(call))):
+                model = call.args[0]
+            if model is not None and not any(map(is_wrapped, self.values(model))):
+                told.append((call, model))
+            match context.parents[call]:
+                case ast.For(target=target, iter=iterated) if iterated is call and method == "fsdp_modules":
+                    told.append((call, target))
+        return told
+
+    def follow_hints(self, told: list[tuple[ast.AST, ast.expr]]) -> None:
+        """Take a hint or an annotation for the truth."""
+        for call, model in told:
+            wrapped = frozenset({ObjectRef(ANYWHERE, origins=_HINTED)})
+            match model:
+                case ast.Name(ctx=ast.Load()):
+                    for place in self._places(model) or [call]:
+                        self.flow.add(place, wrapped)
+                    if not self.context.scope(model).find(model.id):
+                        self._in_place.setdefault(self._variable(model), []).append(call)
+                case ast.Attribute(value=inner, attr=name):
+                    for owner in self.values(inner):
+                        self.flow.store(owner, name, wrapped, ANYWHERE)
+                case ast.Name():
+                    self.flow.add(model, wrapped)
+        self.forget()
+        for function in self.context.functions:
+            for one in all_parameters(function.args):
+                if one.annotation is not None and any(map(self._names_fsdp, ast.walk(one.annotation))):
+                    self.flow.add(one, frozenset({ObjectRef(ANYWHERE, origins=_HINTED)}))
+
+    def _names_fsdp(self, node: ast.AST) -> bool:
+        return fsdp_name(self.context, node) == _CLASS
+
+
+def _is_other(value: ObjectRef) -> bool:
+    """Whether a value is an object of its own other than a wrapped model; parts may be it without our knowing."""
+    return (not is_wrapped(value) or value.origins == _HINTED) and not value.path
+
 
 _FSDP = re.compile(r"FSDP|FullyShardedDataParallel")
 _USES = re.compile(r"state_dict|\.module\b|_fsdp|no_sync|clip_grad_norm_|numel\(")
 """What a file does that is worth reading it for."""
-_Unit = tuple[Sharded, Function | None]
-"""A function of a file, or what is outside of all: what is read again together."""
 _MAX_HOPS = 3
 _MAX_VALUES = 24
 """Beyond this number of values at one place only wrapped models are followed; large frameworks would take minutes."""
@@ -47,13 +261,10 @@ class Flow:
         """What each constructor wraps."""
         self.files: dict[str, Sharded] = {}
         self.methods: dict[str, list[tuple[Sharded, Function]]] = {}
-        self.own_methods: dict[tuple[ast.ClassDef, str], list[tuple[Sharded, Function]]] = {}
-        self.family: dict[ast.ClassDef, set[ast.ClassDef]] = {}
-        """The classes above and below each class, itself included."""
-        self.homes: dict[ast.ClassDef, Sharded] = {}
         self.classes: dict[ast.ClassDef, FileContext] = {}
         """Classes of files that are not read yet."""
         self._bases: dict[ast.ClassDef, set[ast.ClassDef]] = {}
+        self._family: dict[ast.ClassDef, set[ast.ClassDef]] = {}
         self._seen: set[str] = set()
         self._seen_loosely: set[str] = set()
         self._tags: dict[object, set[str]] = {}
@@ -61,17 +272,14 @@ class Flow:
         self._linked: dict[str, set[str]] = {}
         self._loose: dict[ast.AST, str] = {}
         """Stores of a wrapped model to an attribute of who knows which object, and the file of each."""
-        self._readers: dict[object, dict[_Unit, None]] = {}
-        self._reading: _Unit | None = None
-        self._dirty: dict[_Unit, None] = {}
+        self._reading: Sharded | None = None
+        self._has_changed = True
         for context in program.files(_FSDP.search):
             self.activate(context)
         self._settle()
         hints = [file.read_hints() for file in list(self.files.values())]
         for file, told in zip(list(self.files.values()), hints, strict=True):
             file.follow_hints(told)
-            if told:
-                self._read_all(file)
         self._settle()
         for file in self.files.values():
             file.forget()
@@ -109,7 +317,7 @@ class Flow:
                 for node in nodes
                 for later in others
             )
-        functions = [file.reaching.function(node) for file, node in (early, late)]
+        functions = [file.context.enclosing_function(node) for file, node in (early, late)]
         if is_known:
             return False
         return not (owners[0] is owners[1] is not None and getattr(functions[1], "name", "") == "__init__")
@@ -124,89 +332,53 @@ class Flow:
         self, file: Sharded, node: ast.AST
     ) -> dict[tuple[str, Function | None], tuple[int, Sharded, list[ast.AST]]]:
         """By function, the calls in it through which a place is reached, and how many calls are in between."""
-        found = {(file.context.path, file.reaching.function(node)): (0, file, [node])}
+        found = {(file.context.path, file.context.enclosing_function(node)): (0, file, [node])}
         for hops in range(_MAX_HOPS):
             for _, function in [key for key, one in found.items() if one[0] == hops]:
                 for site, caller in self.sites_of(function):
-                    key = caller.context.path, caller.reaching.function(site)
+                    key = caller.context.path, caller.context.enclosing_function(site)
                     known = found.setdefault(key, (hops + 1, caller, []))
                     if known[0] == hops + 1:
                         known[2].append(site)
         return found
 
     def _settle(self) -> None:
-        """Read each function again until nothing that it has read changes."""
-        while self._dirty:
-            while self._dirty:
-                self._reading = next(iter(self._dirty))
-                del self._dirty[self._reading]
-                file, function = self._reading
-                file.read(function)
+        """Read all files again until nothing changes."""
+        while self._has_changed:
+            while self._has_changed:
+                self._has_changed = False
+                for file in list(self.files.values()):
+                    self._reading = file
+                    file.read()
             self._reading = None
             self._activate_importers()
 
-    def _read_all(self, file: Sharded) -> None:
-        self._dirty.update({(file, function): None for function in file.units})
-
-    def _changed(self, key: object) -> None:
-        self._dirty.update(self._readers.get(key, {}))
-
     def look_up(self, key: ast.AST) -> set[ObjectRef]:
-        """The values of a variable, parameter or function so far; whoever asks is read again when there are more."""
-        self.note(key)
+        """The values of a variable, parameter or function so far."""
         return self.values.get(key, set())
 
     def stored(self, owner: object) -> dict[str, dict[ast.AST, set[ObjectRef]]]:
         """The attributes and items of an object or class so far."""
-        self.note(owner)
         return self.fields.get(owner, {})
 
     def stored_as(self, owner: object, name: str) -> dict[ast.AST, set[ObjectRef]]:
         """One attribute or item of an object or class so far, by the place of the store."""
-        self.note((owner, name))
         return self.fields.get(owner, {}).get(name, {})
-
-    def note(self, key: object) -> None:
-        """Read the function that is being read once more when what the key stands for has changed."""
-        if self._reading is not None:
-            self._readers.setdefault(key, {})[self._reading] = None
 
     def activate(self, context: FileContext) -> Sharded:
         """Read a file from now on."""
         if context.path not in self.files:
             file = self.files[context.path] = Sharded(context, self)
-            self._read_all(file)
-            self._changed(("file", context.path))
-            for function in context.functions:
-                self._changed(("function", function.name))
+            self._has_changed = True
             for node in context.nodes(ast.ClassDef):
-                self.homes[node] = file
-                self._changed(("family", node))
                 for method in (one for one in node.body if isinstance(one, Function)):
                     self.methods.setdefault(method.name, []).append((file, method))
-                    self.own_methods.setdefault((node, method.name), []).append((file, method))
-                for base in node.bases:
-                    found = self.program.definition(context, base)
-                    if found is not None and isinstance(found[1], ast.ClassDef):
-                        self.activate(found[0])
-                        self._relate(node, found[1])
+                above = [self.program.definition(context, base) for base in node.bases]
+                self._bases[node] = {one[1] for one in above if one is not None and isinstance(one[1], ast.ClassDef)}
+                self._family.clear()
+                for other, _ in filter(None, above):
+                    self.activate(other)
         return self.files[context.path]
-
-    def _relate(self, below: ast.ClassDef, above: ast.ClassDef) -> None:
-        """Attributes of a class are those of the classes above and below, not of its siblings."""
-        own = self.family.setdefault(below, {below}), self.family.setdefault(above, {above})
-        tops = [one for one in own[1] if one is above or above in self._below(one)]
-        for low in [one for one in own[0] if one is below or one in self._below(below)]:
-            for top in tops:
-                self.family[low].add(top)
-                self.family[top].add(low)
-                self._changed(("family", low))
-                self._changed(("family", top))
-        self._bases.setdefault(below, set()).add(above)
-
-    def _below(self, top: ast.ClassDef) -> set[ast.ClassDef]:
-        direct = {one for one, bases in self._bases.items() if top in bases}
-        return direct.union(*map(self._below, direct - {top}))
 
     def _activate_importers(self) -> None:
         """Read the files that import a function which returns a wrapped model, or a class or variable that has one."""
@@ -259,7 +431,6 @@ class Flow:
         """Whether a value is, or has somewhere inside, a wrapped model (`FSDP1`) or parameters."""
         found = set(value.whole.origins & {FSDP1, "parameters"})
         for owner in self.owners(value):
-            self.note(("tags", owner))
             found |= self._tags.get(owner, set())
         return found
 
@@ -287,13 +458,23 @@ class Flow:
         return self.relatives(value.definition)
 
     def relatives(self, definition: ast.ClassDef) -> set[ast.ClassDef]:
-        """The classes above and below a class, itself included."""
-        self.note(("family", definition))
-        return self.family.get(definition, {definition})
+        """The classes above and below a class, itself included; attributes of its siblings are not its own."""
+        if definition not in self._family:
+            below = {one for one in self._bases if definition in self._above(one)}
+            self._family[definition] = self._above(definition) | below
+        return self._family[definition]
+
+    def _above(self, definition: ast.ClassDef) -> set[ast.ClassDef]:
+        found, waiting = {definition}, [definition]
+        while waiting:
+            fresh = self._bases.get(waiting.pop(), set()) - found
+            found |= fresh
+            waiting += fresh
+        return found
 
     def add(self, key: ast.AST, values: Values) -> None:
         """Let a variable, parameter or function have these values too."""
-        self._grow(key, self.values.setdefault(key, set()), values)
+        self._grow(self.values.setdefault(key, set()), values)
 
     def store(self, owner: ObjectRef, name: str, values: Values, place: ast.AST) -> None:
         """Let an attribute or item have these values too."""
@@ -303,16 +484,14 @@ class Flow:
             self.activate(self.classes[key])
         for one in (key, owner.whole, owner.parent) if owner.path else (key,):
             known = self._tags.setdefault(one, set()) if tags else tags
-            if not tags <= known:
-                known |= tags
-                self._changed(("tags", one))
+            self._has_changed |= not tags <= known
+            known |= tags
         known = self.fields.setdefault(key, {}).setdefault(name, {}).setdefault(place, set())
-        if self._grow((key, name), known, values):
-            self._changed(key)
+        self._grow(known, values)
         if self._reading is not None and _is_anyones(owner, name) and any(map(is_of_wrapped, values)):
-            self._loose[place] = self._reading[0].context.path
+            self._loose[place] = self._reading.context.path
             known = self.fields.setdefault(ANYWHERE, {}).setdefault(name, {}).setdefault(place, set())
-            self._grow((ANYWHERE, name), known, frozenset(filter(is_of_wrapped, values)))
+            self._grow(known, frozenset(filter(is_of_wrapped, values)))
 
     def stored_loosely(self, name: str, context: FileContext) -> dict[ast.AST, set[ObjectRef]]:
         """What some object was given under a name, in a file that has to do with this one."""
@@ -321,10 +500,10 @@ class Flow:
 
     def _are_linked(self, one: str, other: str) -> bool:
         """Whether one file imports the other, itself or through others."""
-        return one == other or other in self._reached_by(one) or one in self._reached_by(other)
+        return one == other or other in self.reached_by(one) or one in self.reached_by(other)
 
-    def _reached_by(self, path: str) -> set[str]:
-        """The files that a file imports, itself or through others."""
+    def reached_by(self, path: str) -> set[str]:
+        """A file, and those that it imports, itself or through others."""
         if path not in self._linked:
             found, waiting = {path}, [path]
             while waiting:
@@ -335,22 +514,11 @@ class Flow:
             self._linked[path] = found
         return self._linked[path]
 
-    def wrap(self, call: ast.Call, values: Values) -> None:
-        """Remember what a constructor wraps."""
-        self.wrapped.setdefault(call, set()).update(values)
-
-    def _grow(self, key: object, known: set[ObjectRef], values: Values) -> bool:
+    def _grow(self, known: set[ObjectRef], values: Values) -> None:
         if len(known) + len(values) > _MAX_VALUES:
             values = frozenset(filter(is_of_wrapped, values))
-        if values <= known:
-            return False
+        self._has_changed |= not values <= known
         known |= values
-        self._changed(key)
-        return True
-
-    def enter(self, file: Sharded, call: ast.Call, function: Callable) -> None:
-        """Remember that a call enters a function."""
-        self.sites.setdefault(function, {})[call] = file
 
 
 def _is_anyones(owner: ObjectRef, name: str) -> bool:

@@ -15,6 +15,7 @@ from shardwise.fsdp1.codemod import framework_settings
 from shardwise.fsdp1.codemod.constructors import read_arguments
 from shardwise.fsdp1.codemod.draft import finding_at, status_fields
 from shardwise.fsdp1.codemod.framework_settings import COMPUTED, Become, ConfigConversion, Drop, Undecided
+from shardwise.fsdp1.codemod.program import single_value
 from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FileContext
 
@@ -336,7 +337,7 @@ def _composer(file: FileContext, given: dict[str | None, ast.expr]) -> Iterator[
         return
     conversion = framework_settings.convert_composer(settings, around={})
     for key, block in conversion.blocked:
-        at = _resolved(file, written_config)
+        at = single_value(file, written_config)
         yield finding_at(file, at, COMPOSER, _reason(key, block), DECIDE, block.fix)
     if not conversion.blocked:
         became = {key: step for key, step in conversion.steps.items() if isinstance(step, Become)}
@@ -363,15 +364,9 @@ def _training_arguments(file: FileContext, given: dict[str | None, ast.expr]) ->
         yield finding_at(file, switch, TRANSFORMERS, message, DECIDE, TRANSFORMERS_FIX)
 
 
-def _resolved(file: FileContext, node: ast.expr) -> ast.expr:
-    """What is assigned to a name, where that is done once; other expressions as they are."""
-    bindings = file.bindings(node) if isinstance(node, ast.Name) else []
-    return bindings[0].value or node if len(bindings) == 1 else node
-
-
 def _value(file: FileContext, node: ast.expr) -> Any:
     """A literal's value, an enum member as `Class.NAME`, a name assigned one literal; everything else is COMPUTED."""
-    resolved = _resolved(file, node)
+    resolved = single_value(file, node)
     node = resolved if isinstance(resolved, ast.Constant | ast.Attribute) else node
     if isinstance(node, ast.Attribute):
         enum = next((one for one in _ENUMS if any(f".{one}." in origin for origin in file.origins(node))), None)
@@ -384,7 +379,7 @@ def _value(file: FileContext, node: ast.expr) -> Any:
 
 def _items(file: FileContext, node: ast.expr) -> dict[str, ast.expr] | None:
     """The entries of a dict with constant keys, written here or assigned once to the name used here."""
-    node = _resolved(file, node)
+    node = single_value(file, node)
     keys = [key.value for key in node.keys if isinstance(key, ast.Constant)] if isinstance(node, ast.Dict) else []
     if not isinstance(node, ast.Dict) or len(keys) < len(node.keys):
         return None

@@ -113,19 +113,21 @@ _NOT_NEEDED: dict[str, Rule] = {
 }
 
 
-def _accelerate_strategy(value: Any) -> Step:
+def _strategy(value: Any, instead_of_no_shard: str) -> Step:
     name = member_name(value)
     if value is COMPUTED:
         fix = "write the strategy out, or convert by hand where it is chosen"
         return Undecided("the sharding strategy is only known at run time", fix)
     if name == "NO_SHARD":
-        return Undecided(
-            "NO_SHARD replicates the parameters, and FSDP2 always shards them",
-            "use distributed_type: MULTI_GPU (DistributedDataParallel), which NO_SHARD does, or choose a strategy",
-        )
+        return Undecided("NO_SHARD replicates the parameters, and FSDP2 always shards them", instead_of_no_shard)
     if name is None:
         return Undecided(f"{value!r} is not a sharding strategy", f"write one of {', '.join(STRATEGIES)}")
     return Become("reshard_after_forward", name not in KEEPS_UNSHARDED)
+
+
+def _accelerate_strategy(value: Any) -> Step:
+    fix = "use distributed_type: MULTI_GPU (DistributedDataParallel), which NO_SHARD does, or choose a strategy"
+    return _strategy(value, fix)
 
 
 def _accelerate_reshard(value: Any) -> Step:
@@ -265,15 +267,9 @@ _DEGREES = "FSDP2Config takes a device mesh instead of degrees"
 
 
 def _composer_strategy(value: Any) -> Step:
-    name = None if value is COMPUTED else member_name(value)
-    if name == "NO_SHARD":
-        return Undecided("NO_SHARD replicates the parameters, and FSDP2 always shards them", "leave fsdp out: DDP")
-    if name in HYBRID:
+    if member_name(value) in HYBRID:
         return Undecided(f"{value} replicates across machines, which takes a 2-D device mesh", _MESH_FIX)
-    if name is None:
-        fix = "write the strategy out, or convert by hand"
-        return Undecided("the sharding strategy is only known at run time", fix)
-    return Become("reshard_after_forward", name not in KEEPS_UNSHARDED)
+    return _strategy(value, "leave fsdp out: DDP")
 
 
 def _composer_precision(value: Any) -> Step:

@@ -7,17 +7,16 @@ import builtins
 import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
-from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.emitted import assemble
-from shardwise.fsdp1.codemod.flow import flow_of
-from shardwise.fsdp1.codemod.program import Program, is_constant, is_optimizer, iterated, once
-from shardwise.fsdp1.codemod.sharded import Holds, name_on_self
+from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, assemble
+from shardwise.fsdp1.codemod.flow import Holds, flow_of, name_on_self
+from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
 from shardwise.source.syntax import (
     FSDP1,
     Comprehension,
     FileContext,
     Function,
     argument_of,
+    attributes_in,
     calls_in,
     given_to,
     last_name,
@@ -196,7 +195,9 @@ def rewrite_full_params(draft: FileDraft) -> None:
 
 
 def _rewrite_full_params(draft: FileDraft, call: ast.Call) -> None:
-    body = _body(draft, call)
+    statement = draft.context.statement(call)
+    items = statement.items if isinstance(statement, ast.With | ast.AsyncWith) else []
+    body = statement.body if any(call in ast.walk(item.context_expr) for item in items) else []  # pyrefly: ignore
     listed = read_arguments(draft.context, call)
     given = {argument.name or _PARAMETERS[index]: argument for index, argument in enumerate(listed.arguments[:6])}
     if "module" not in given or set(given) - set(_PARAMETERS[:5]) or not body:
@@ -220,8 +221,7 @@ def _rewrite_as_run(
     draft: FileDraft, call: ast.Call, listed: ArgumentList, given: dict[str, WrittenArgument], body: list[ast.stmt]
 ) -> None:
     """A forward gathers what it needs by itself; what runs outside of it finds the root gathered."""
-    attributes = [node.attr for one in body for node in ast.walk(one) if isinstance(node, ast.Attribute)]
-    writes = any(name.endswith("_") and not name.endswith("__") for name in attributes)
+    writes = any(name.endswith("_") and not name.endswith("__") for name in attributes_in(*body))
     if writes and not ("writeback" in given and is_constant(given["writeback"].value, False)):
         raise Blocked("the block both runs the model and changes its parameters", "")
     for name, argument in given.items():
@@ -232,14 +232,6 @@ def _rewrite_as_run(
     draft.edits += listed.edits()
     message = "the model runs in this block: its units are gathered, in the dtype they compute in"
     draft.rewritten(FULL_PARAMS_CODE, call, message)
-
-
-def _body(draft: FileDraft, call: ast.Call) -> list[ast.stmt]:
-    """The statements under the context, where it is entered at once."""
-    statement = draft.context.statement(call)
-    if not isinstance(statement, ast.With | ast.AsyncWith):
-        return []
-    return statement.body if any(call in ast.walk(item.context_expr) for item in statement.items) else []
 
 
 def _runs(body: list[ast.stmt], model: str) -> bool:
@@ -518,7 +510,7 @@ def _report_methods(draft: FileDraft, call: ast.Call) -> None:
 def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
     """An optimizer of the program's own."""
     steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
-    if steps and is_optimizer(draft.program, draft.context, node):
+    if steps and draft.program.is_optimizer(draft.context, node):
         draft.reported(
             NUMBERS_CODE,
             steps[0],
@@ -533,30 +525,21 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
         match one:
             case ast.Call(func=ast.Attribute(attr="parameters" | "named_parameters", value=model)):
                 models.append(model)
-    read = (node for one in iterated(loop) for node in ast.walk(one))
-    if any(isinstance(node, ast.Attribute) and node.attr == "state" for node in read) and _counts(loop):
-        _report_states(draft, loop)
+    used = attributes_in(loop)
+    counts = not used.isdisjoint({"numel", "nelement"})
+    if counts and "state" in attributes_in(*iterated(loop)) and draft.sharded.constructors:
+        message = "numel() of an optimizer's state counts the whole of it now; with FSDP1 it counted this rank's part"
+        draft.reported(NUMBERS_CODE, loop, message, "count value.to_local() where the value is a DTensor")
     if not any(map(draft.holds, models)):
         return
     _report_writes(draft, loop, loop)
-    if _counts(loop):
+    if counts:
         draft.reported(NUMBERS_CODE, loop, *_COUNTS)
-    if any(isinstance(one, ast.Attribute) and one.attr in ("ndim", "dim") for one in ast.walk(loop)):
+    if used & {"ndim", "dim"}:
         draft.reported(NUMBERS_CODE, loop, *_DIMENSIONS)
     if any(map(_is_norm, ast.walk(loop))):
         message = "the norm of a sharded gradient is over all ranks now, and a DTensor"
         draft.reported(NUMBERS_CODE, loop, message, "take .full_tensor() of it, and do not add it up over ranks again")
-
-
-def _counts(loop: ast.AST) -> bool:
-    return any(isinstance(one, ast.Attribute) and one.attr in ("numel", "nelement") for one in ast.walk(loop))
-
-
-def _report_states(draft: FileDraft, loop: ast.AST) -> None:
-    """A loop over an optimizer's state, in a file that wraps models."""
-    if draft.sharded.constructors:
-        message = "numel() of an optimizer's state counts the whole of it now; with FSDP1 it counted this rank's part"
-        draft.reported(NUMBERS_CODE, loop, message, "count value.to_local() where the value is a DTensor")
 
 
 def _report_reduction(draft: FileDraft, branch: ast.If) -> None:
@@ -576,6 +559,5 @@ def _report_reduction(draft: FileDraft, branch: ast.If) -> None:
 
 def _is_norm(node: ast.AST) -> bool:
     """`p.grad.norm()`, `torch.norm(p.grad)` and the like."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "norm" in node.func.attr):
-        return False
-    return any(isinstance(one, ast.Attribute) and one.attr == "grad" for one in ast.walk(node))
+    function = node.func if isinstance(node, ast.Call) else None
+    return isinstance(function, ast.Attribute) and "norm" in function.attr and "grad" in attributes_in(node)

@@ -9,19 +9,27 @@ from collections.abc import Iterable, Iterator
 
 from shardwise.fsdp1.codemod.constructors import Wrap
 from shardwise.fsdp1.codemod.draft import FileDraft
+from shardwise.fsdp1.codemod.flow import Holds, Sharded
+from shardwise.fsdp1.codemod.leftovers import with_types_changed
 from shardwise.fsdp1.codemod.program import (
     Program,
     given_by_name,
     is_constant,
-    is_optimizer,
     is_simple,
     iterated,
     once,
 )
-from shardwise.fsdp1.codemod.sharded import Holds, Sharded
-from shardwise.fsdp1.codemod.type_checks import with_types_changed
 from shardwise.source.edits import change
-from shardwise.source.syntax import FileContext, Function, all_parameters, argument_of, calls_in, given_to, last_name
+from shardwise.source.syntax import (
+    FileContext,
+    Function,
+    all_parameters,
+    argument_of,
+    attributes_in,
+    calls_in,
+    given_to,
+    last_name,
+)
 from shardwise.source.trace import makes_optimizer
 from shardwise.source.values import ObjectRef
 
@@ -104,8 +112,7 @@ def _move_up(draft: FileDraft, call: ast.Call, wrap: ast.Call, reached: list[tup
     context, positions = draft.context, draft.context.positions
     target = context.statement(wrap)
     moved = _block_member(draft, call, target)
-    nodes = (node for _, function in reached for node in ast.walk(function))
-    trains = any(isinstance(node, ast.Attribute) and node.attr in _TRAINS for node in nodes)
+    trains = not _TRAINS.isdisjoint(attributes_in(*(function for _, function in reached)))
     if moved is None or trains or not _can_move(draft, moved, target):
         return False
     lead, place = positions.starts[moved.lineno - 1], positions.starts[target.lineno - 1]
@@ -221,8 +228,8 @@ def _is_mark(context: FileContext, node: ast.Attribute | ast.Call) -> bool:
 
 def _handed_in(wrap: Wrap) -> list[int]:
     """The line of the function around, if it is given the model and its optimizer, and FSDP1 could keep the two."""
-    function = wrap.context.enclosing_function(wrap.call)
-    if not _keeps_parameters(wrap.call) or function is None or wrap.has_stars or not _is_given_model(wrap, function):
+    function = _given_model(wrap)
+    if function is None or wrap.has_stars:
         return []
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     kept = {one.arg for one in all_parameters(function.args)}
@@ -230,14 +237,17 @@ def _handed_in(wrap: Wrap) -> list[int]:
     return [function.lineno] if kept & {"optimizer", "optimizers", "optim", "opt"} else []
 
 
-def _is_given_model(wrap: Wrap, function: Function) -> bool:
-    return getattr(wrap.value("module"), "id", None) in {one.arg for one in all_parameters(function.args)}
+def _given_model(wrap: Wrap) -> Function | None:
+    """The function around a constructor, if it is given the model, and FSDP1 may have kept the model's parameters."""
+    function = wrap.context.enclosing_function(wrap.call)
+    given = {one.arg for one in all_parameters(function.args)} if function is not None else set()
+    return function if getattr(wrap.value("module"), "id", None) in given and _keeps_parameters(wrap.call) else None
 
 
 def may_come_late(wrap: Wrap) -> bool:
     """Whether a caller that is not given may have built the optimizer already, whose parameters FSDP1 kept."""
-    function = wrap.context.enclosing_function(wrap.call)
-    if not _keeps_parameters(wrap.call) or function is None or not _is_given_model(wrap, function):
+    function = _given_model(wrap)
+    if function is None:
         return False
     names = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     return not wrap.draft.sharded.flow.sites_of(function) and not any(map(_NAMED.search, names))
@@ -294,10 +304,8 @@ def _is_beside(draft: FileDraft, call: ast.Call, wrap: ast.Call, names: set[str]
 
 def _around(context: FileContext, call: ast.Call) -> set[str]:
     """What a call is given, is called on, and gives back beside its result, as text."""
-    bound = context.parents.get(call)
-    targets = bound.targets if isinstance(bound, ast.Assign) else []
     receiver = [call.func.value] if isinstance(call.func, ast.Attribute) else []  # model.make_optimizer()
-    elements = [one for target in targets for one in getattr(target, "elts", [])]  # model, optimizer = make()
+    elements = [one for target in context.targets(call) for one in getattr(target, "elts", [])]  # model, optim = make()
     return {context.source(one) for one in [*given_to(call), *receiver, *elements]}
 
 
@@ -317,27 +325,20 @@ def _optimizers(file: Sharded, models: set[str]) -> Iterator[ast.Call]:
         if any(map(_IS_OPTIMIZER.search, origins)) or _makes_own(file, call):
             yield call
             continue
-        bound = context.parents.get(call)
-        targets = bound.targets if isinstance(bound, ast.Assign) else []
-        names = [last_name(one) for target in targets for one in (target, *getattr(target, "elts", []))]
-        is_named = (
-            "torch.optim" in source or last_name(call.func) == "add_param_group" or any(map(_is_optimizers_name, names))
-        )
+        names = [last_name(one) for to in context.targets(call) for one in (to, *getattr(to, "elts", []))]
+        is_named = "torch.optim" in source or last_name(call.func) == "add_param_group"
+        is_named |= any(one.rpartition("_")[2] == "opt" or makes_optimizer(one) for one in names)
         is_given = not models.isdisjoint(_around(context, call)) or "parameters(" in context.source(call)
         is_named = is_named or makes_optimizer(last_name(call.func))
         if is_named and is_given and call not in file.constructors and file.is_foreign(call):
             yield call
 
 
-def _is_optimizers_name(name: str) -> bool:
-    return name.rpartition("_")[2] == "opt" or makes_optimizer(name)
-
-
 def _makes_own(file: Sharded, call: ast.Call) -> bool:
     """Whether a call makes an optimizer of a class of the program."""
     match file.program.definition(file.context, call.func):
         case context, ast.ClassDef() as made:
-            return is_optimizer(file.program, context, made)
+            return file.program.is_optimizer(context, made)
     return False
 
 

@@ -1,17 +1,18 @@
-"""An FSDP1 program: its files, and what their names stand for."""
+"""An FSDP1 program: its files, what their names stand for, and which assignments reach a use."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.config.fsdp1_names import STRATEGIES
 from shardwise.errors import SourceError
-from shardwise.source.syntax import FSDP1, FileContext, Function, canonical, checked_types
+from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function, canonical, checked_types
 
 _FSDP = "torch.distributed.fsdp."
 _CLASS = "FullyShardedDataParallel"
@@ -90,6 +91,12 @@ def iterated(node: ast.AST) -> list[ast.expr]:
     return [one.iter for one in ([node] if isinstance(node, ast.For) else getattr(node, "generators", []))]
 
 
+def iterated_around(context: FileContext, node: ast.AST) -> list[str]:
+    """What the loops around a node go over within its function, as text."""
+    around = itertools.takewhile(lambda one: not isinstance(one, Function), context.ancestors(node))
+    return [context.source(one) for outer in around for one in iterated(outer)]
+
+
 def is_simple(node: ast.expr) -> bool:
     """Whether an expression may be written twice: it does nothing, and is short."""
     if isinstance(node, ast.Attribute):
@@ -125,7 +132,7 @@ class Program:
         self.answers: dict[Callable[[Program], Any], Any] = {}
         self._files: dict[str, FileContext | SourceError] = {}
         self._modules: dict[tuple[str, str], FileContext | None] = {}
-        self._inherits: dict[ast.ClassDef, bool] = {}
+        self._inherited: dict[ast.ClassDef, frozenset[str]] = {}
         self._by_tail: dict[tuple[str, ...], list[str]] = {}
         for path in texts:
             parts = Path(path).with_suffix("").parts
@@ -172,15 +179,24 @@ class Program:
         others = [origin for origin in found if not origin.startswith("torch.")]
         return any(one.rpartition(".")[2] in _SHORT for one in others) and FSDP1 in self.origins(context, node)
 
+    def inherited(self, context: FileContext, node: ast.ClassDef) -> frozenset[str]:
+        """The dotted names of what a class inherits from, through classes of the program."""
+        if node not in self._inherited:
+            self._inherited[node] = frozenset()  # of one above itself, for the time being
+            found = frozenset().union(*(self.origins(context, base) for base in node.bases))
+            above = [one for base in node.bases if (one := self.definition(context, base)) is not None]
+            outer = [self.inherited(other, one) for other, one in above if isinstance(one, ast.ClassDef)]
+            self._inherited[node] = found.union(*outer)
+        return self._inherited[node]
+
     def inherits(self, context: FileContext, node: ast.ClassDef) -> bool:
         """Whether a class is a subclass of FSDP1's, through classes of the program."""
-        if node not in self._inherits:
-            self._inherits[node] = False  # of one above itself, for the time being
-            above = [self.definition(context, base) for base in node.bases]
-            self._inherits[node] = any(self.is_fsdp(context, base) for base in node.bases) or any(
-                isinstance(one[1], ast.ClassDef) and self.inherits(one[0], one[1]) for one in above if one is not None
-            )
-        return self._inherits[node]
+        return FSDP1 in self.inherited(context, node)
+
+    def is_optimizer(self, context: FileContext, node: ast.ClassDef) -> bool:
+        """Whether a class is a subclass of an optimizer of torch's, through classes of the program."""
+        inherited = self.inherited(context, node)
+        return any(one.startswith("torch.optim.") and "lr_scheduler" not in one for one in inherited)
 
     def subclass(self, context: FileContext, node: ast.AST) -> ast.ClassDef | None:
         """The subclass of FSDP1's class that a name stands for."""
@@ -260,19 +276,6 @@ class Program:
         return next((one for one in inner if one is not None), None)
 
 
-def is_optimizer(program: Program, context: FileContext, node: ast.ClassDef) -> bool:
-    """Whether a class is a subclass of an optimizer of torch's, through classes of the program."""
-    origins = [one for base in node.bases for one in context.origins(base)]
-    if any(one.startswith("torch.optim.") and "lr_scheduler" not in one for one in origins):
-        return True
-    above = [program.definition(context, base) for base in node.bases]
-    return any(
-        isinstance(one[1], ast.ClassDef) and one[1] is not node and is_optimizer(program, one[0], one[1])
-        for one in above
-        if one is not None
-    )
-
-
 def _split(origin: str) -> tuple[str, str]:
     """Module and name; `..x` is `x` of the package above."""
     module, _, name = origin.rpartition(".")
@@ -280,3 +283,108 @@ def _split(origin: str) -> tuple[str, str]:
 
 
 WRAP, ENABLE_WRAP = "torch.distributed.fsdp.wrap.wrap", "torch.distributed.fsdp.wrap.enable_wrap"
+
+
+_LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
+_CONDITIONS = ast.If | ast.Try | ast.TryStar | ast.For | ast.While | ast.AsyncFor | ast.match_case
+_LOOPS = ast.For | ast.While | ast.AsyncFor
+
+
+class Reaching:
+    """The order of assignments and uses in one file; places of other files reach every use.
+
+    Args:
+        context: The file.
+    """
+
+    def __init__(self, context: FileContext) -> None:
+        self.context = context
+        self._reach: dict[tuple[ast.AST, ast.AST], bool] = {}
+
+    def may_reach(self, place: ast.AST, used: ast.AST) -> bool:
+        """Whether a value given at one place can be what is used at another."""
+        key = place, used
+        if key not in self._reach:
+            self._reach[key] = self._can_come(place, used)
+        return self._reach[key]
+
+    def _can_come(self, place: ast.AST, used: ast.AST) -> bool:
+        context = self.context
+        if (
+            isinstance(place, ast.arg)
+            or place not in context.parents
+            or context.enclosing_function(place) is not context.enclosing_function(used)
+        ):
+            return True
+        around = set(context.ancestors(used))
+        inside = next((one for one in context.ancestors(place) if isinstance(one, Comprehension | ast.stmt)), None)
+        if isinstance(inside, Comprehension) and isinstance(place, ast.Name):
+            return inside in around  # its variable
+        is_target = isinstance(getattr(place, "ctx", None), ast.Store)
+        if not is_target and place not in around and context.statement(place) is context.statement(used):
+            return True  # made in the same statement: `first, second = FSDP(model), None`
+        if _end(context, place) > _start(used):
+            loops = {one for one in context.ancestors(place) if isinstance(one, _LOOPS)}
+            return not loops.isdisjoint(around)
+        statement = context.statement(place)
+        for outer in (statement, *context.ancestors(statement)):
+            if outer in around or not isinstance(outer, ast.stmt):
+                break
+            block = context.block(outer)
+            if isinstance(block[-1], _LEAVES) and context.parents.get(outer) not in around:
+                return False  # `if sharded: model = FSDP(model); return model`
+        return not context.are_exclusive(place, used)
+
+    def those_that_reach(self, places: Iterable[ast.AST], used: ast.AST) -> list[ast.AST]:
+        """The places whose value may be the one used: no other always takes its place before the use."""
+        found = [place for place in places if self.may_reach(place, used)]
+        return [
+            one for one in found if not any(self._replaces(other, one, used) for other in found if other is not one)
+        ]
+
+    def _replaces(self, other: ast.AST, place: ast.AST, used: ast.AST) -> bool:
+        context = self.context
+        if other not in context.parents or place not in context.parents or isinstance(other, ast.arg):
+            return False
+        home = (
+            context.enclosing_function(place)
+            if not isinstance(place, ast.arg)
+            else context.parents[context.parents[place]]
+        )
+        statement = context.statement(other)
+        around_other = itertools.takewhile(lambda one: one is not statement, context.ancestors(other))
+        if any(isinstance(one, Comprehension | ast.IfExp | ast.BoolOp) for one in around_other):
+            return False
+        if context.enclosing_function(other) is not home or isinstance(
+            statement, ast.AugAssign | ast.For | ast.AsyncFor
+        ):
+            return False
+        is_local = context.enclosing_function(used) is home
+        before = isinstance(place, ast.arg) or _end(context, place) <= _start(statement)
+        if not before or context.are_exclusive(other, place) or (is_local and _end(context, other) > _start(used)):
+            return False
+        around = set(context.ancestors(place if not is_local else used))
+        return all(one in around for one in context.ancestors(other) if isinstance(one, _CONDITIONS)) or (
+            is_local and self.always_reaches(other, used)
+        )
+
+    def always_reaches(self, place: ast.AST, used: ast.AST) -> bool:
+        """Whether the assignment happens on every way to the use, within one function."""
+        around = set(self.context.ancestors(used))
+        for parent in self.context.ancestors(place):
+            if isinstance(parent, Function | ast.Module | ast.ClassDef):
+                return True
+            if isinstance(parent, _CONDITIONS) and parent not in around:
+                return False
+        return True
+
+
+def _start(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+def _end(context: FileContext, place: ast.AST) -> tuple[int, int]:
+    """Where a store has happened: at the end of its assignment."""
+    statement = context.statement(place)
+    node = statement if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr) else place
+    return getattr(node, "end_lineno", 0) or 0, getattr(node, "end_col_offset", 0) or 0

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
-import itertools
 import re
-import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +22,7 @@ from shardwise.fsdp1.codemod.program import (
     strategy,
 )
 from shardwise.source import facts
-from shardwise.source.syntax import FileContext, Function, argument_of, last_name
+from shardwise.source.syntax import FileContext, argument_of, calls_in
 
 STATE_CODE, PLAIN_CODE, OPTIMIZER_CODE, LOCAL_CODE = "SW110", "SW111", "SW112", "SW113"
 FULL, SHARDED, LOCAL = "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
@@ -192,55 +188,19 @@ def _refuse_local(gather: Gather) -> None:
 
 def only_on_some_ranks(context: FileContext, call: ast.Call) -> bool:
     """Whether a test for the rank stands between a call and the function around it, and the others do not call too."""
-    for inner, outer in itertools.pairwise([call, *context.ancestors(call)]):
-        before = []
-        match outer:
-            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if inner is not test:
-                before = [test] if not _call_too(context, call, outer, inner) else []
-            case ast.BoolOp(values=values) if inner in values:
-                before = values[: values.index(inner)]
-        if any(facts.asks_for_rank_zero(context, one) is not None for one in before):
+    for test, _, others in context.tests_before(call):
+        calls = (one for outer in others for one in calls_in(outer))
+        if facts.asks_for_rank_zero(context, test) is not None and context.source(call) not in map(
+            context.source, calls
+        ):
             return True
-        for body in (getattr(outer, "body", None), getattr(outer, "orelse", None)):
-            earlier = body[: body.index(inner)] if isinstance(body, list) and inner in body else []
-            if any(_leaves_other_ranks(context, one) for one in earlier):
-                return True
-        if isinstance(outer, Function):
-            return any(map(facts.is_rank_zero_decorator, outer.decorator_list))
-    return False
-
-
-def _call_too(context: FileContext, call: ast.Call, branch: ast.If | ast.While | ast.IfExp, inner: ast.AST) -> bool:
-    """Whether the other branch makes the same call."""
-    sides = [one if isinstance(one, list) else [one] for one in (branch.body, branch.orelse)]
-    others = (node for side in sides if inner not in side for one in side for node in ast.walk(one))
-    return any(isinstance(one, ast.Call) and context.source(one) == context.source(call) for one in others)
-
-
-def _leaves_other_ranks(context: FileContext, statement: ast.stmt) -> bool:
-    """`if rank != 0: return`, or `assert rank == 0`: what follows is for some ranks."""
-    match statement:
-        case ast.Assert(test=test):
-            return facts.asks_for_rank_zero(context, test) is not None
-        case ast.If(test=test, body=[*_, last], orelse=[]) if facts.asks_for_rank_zero(context, test) is not None:
-            is_exit = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
-            return isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break) or (
-                is_exit and last_name(last.value.func) in ("exit", "_exit", "quit")  # pyrefly: ignore
-            )
-    return False
+    function = context.enclosing_function(call)
+    return function is not None and any(map(facts.is_rank_zero_decorator, function.decorator_list))
 
 
 def rules_out(context: FileContext, call: ast.Call) -> bool:
     """Whether a wrapped model cannot come to a call: it is in the other branch of a test for FSDP, or behind it."""
-    for inner, outer in itertools.pairwise([call, *context.ancestors(call)]):
-        if isinstance(outer, ast.If | ast.IfExp) and inner is not outer.test:
-            orelse = outer.orelse if isinstance(outer, ast.If) else [outer.orelse]
-            if (inner in orelse) is _asks_for_fsdp(outer.test):
-                return True
-        for body in (getattr(outer, "body", None), getattr(outer, "orelse", None)):
-            if isinstance(body, list) and inner in body and any(map(_leaves_for_fsdp, body[: body.index(inner)])):
-                return True
-    return False
+    return any(_asks_for_fsdp(test) is (not taken) for test, taken, _ in context.tests_before(call))
 
 
 def _asks_for_fsdp(test: ast.expr) -> bool | None:
@@ -255,13 +215,6 @@ def _asks_for_fsdp(test: ast.expr) -> bool | None:
     return is_negative == (isinstance(test, ast.Compare) and ("none" in text or "false" in text))
 
 
-def _leaves_for_fsdp(statement: ast.stmt) -> bool:
-    """`if isinstance(m, FSDP): ...; return`: what follows is for other models."""
-    if not isinstance(statement, ast.If) or _asks_for_fsdp(statement.test) is not True or statement.orelse:
-        return False
-    return isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
-
-
 @once
 def sets_types_globally(program: Program) -> bool:
     """Whether some file sets a state-dict type in one function for calls in another."""
@@ -274,15 +227,12 @@ def sets_types_globally(program: Program) -> bool:
 
 def set_by_helper(program: Program, context: FileContext, call: ast.Call) -> int | None:
     """The line of a function, other than FSDP1's own, that is entered around a call and sets a state-dict type."""
-    for block in context.ancestors(call):
-        for item in block.items if isinstance(block, ast.With) else ():
-            entered = item.context_expr
-            if not isinstance(entered, ast.Call) or static_name(context, entered) == "state_dict_type":
-                continue
-            found = program.function(context, entered.func)
-            body = ast.unparse(found[1]) if found is not None else ast.unparse(entered.func)
-            if "state_dict_type" in body or (found is None and "state_dict" in body):
-                return entered.lineno
+    for _, entered in context.entered_calls(call):
+        found = program.function(context, entered.func)
+        body = ast.unparse(found[1]) if found is not None else ast.unparse(entered.func)
+        is_setting = "state_dict_type" in body or (found is None and "state_dict" in body)
+        if is_setting and static_name(context, entered) != "state_dict_type":
+            return entered.lineno
     return None
 
 
@@ -301,6 +251,8 @@ def _is_used_nearby(context: FileContext, call: ast.Call) -> bool:
 
 _HEADER_END = re.compile(r"(?:[\s),]|#[^\n]*\n)*:[ \t]*(?P<comment>#[^\r\n]*)?\r?\n")
 _SPACE = re.compile(r"\s*")
+_STRING = re.compile(r"\"{3}|'{3}|\\\n")
+"""One that may have several lines."""
 
 
 def dissolve(draft: FileDraft, block: ast.With, call: ast.Call) -> None:
@@ -338,7 +290,7 @@ def _move_out(draft: FileDraft, block: ast.With, body_start: int) -> None:
     outer, inner = draft.indent(block), draft.indent(block.body[0])
     if not inner.startswith(outer) or inner == outer:
         raise Blocked("its lines are indented in mixed ways", "indent them alike", block)
-    width, in_string = len(inner) - len(outer), _string_lines(draft.context.text)
+    width, in_string = len(inner) - len(outer), _string_lines(draft.context)
     for number in range(block.lineno + 1, (block.end_lineno or block.lineno) + 1):
         line, start = positions.line(number), positions.starts[number - 1]
         is_edited = any(one.start < start + len(inner) <= one.end for one in edits)
@@ -349,17 +301,10 @@ def _move_out(draft: FileDraft, block: ast.With, body_start: int) -> None:
             draft.edit(start + len(outer), start + len(outer) + min(width, have - len(outer)), "")
 
 
-def _string_lines(text: str) -> set[int]:
+def _string_lines(context: FileContext) -> set[int]:
     """Lines that start inside a string: their white space belongs to it."""
-    found, starts = set[int](), list[int]()
-    with contextlib.suppress(tokenize.TokenError, IndentationError):
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            kind = tokenize.tok_name[token.type]
-            if kind in ("STRING", "FSTRING_START"):
-                starts.append(token.start[0])
-            if kind in ("STRING", "FSTRING_END") and starts:
-                found.update(range(starts.pop() + 1, token.end[0] + 1))
-    return found
+    strings = [one for one in context.nodes(ast.Constant, ast.JoinedStr) if _STRING.search(context.source(one))]
+    return {line for one in strings for line in range(one.lineno + 1, (one.end_lineno or one.lineno) + 1)}
 
 
 def remove_statement(draft: FileDraft, statement: ast.stmt) -> None:

@@ -6,10 +6,9 @@ import ast
 import re
 
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
-from shardwise.fsdp1.codemod.flow import wraps_models
+from shardwise.fsdp1.codemod.flow import Holds, wraps_models
 from shardwise.fsdp1.codemod.model_calls import model_text
 from shardwise.fsdp1.codemod.program import given_by_name, is_constant, is_none
-from shardwise.fsdp1.codemod.sharded import Holds
 from shardwise.fsdp1.codemod.state_calls import (
     DEFAULT,
     FULL,
@@ -355,8 +354,7 @@ def _report_saves(draft: FileDraft) -> None:
     for call, func in draft.method_calls("save_pretrained"):
         is_given = any(one.arg in ("state_dict", None) for one in call.keywords)
         holds = draft.holds(func.value)
-        blocks = [one for one in draft.context.ancestors(call) if isinstance(one, ast.With)]
-        is_whole = any("full_params" in draft.source(item.context_expr) for one in blocks for item in one.items)
+        is_whole = any("full_params" in draft.source(one) for _, one in draft.context.entered_calls(call))
         if not holds or is_given or is_whole or rules_out(draft.context, call):
             continue
         report = draft.undecided if holds is Holds.ALWAYS else draft.reported
@@ -398,13 +396,10 @@ def _subject(context: FileContext, call: ast.Call) -> str:
 
 def _nearest(context: FileContext, call: ast.Call, model: str) -> ast.With | None:
     """The innermost `with FSDP.state_dict_type(model, ...)` around a call."""
-    for block in context.ancestors(call):
-        entered = [item.context_expr for item in block.items] if isinstance(block, ast.With) else []
-        for one in entered:
-            if isinstance(one, ast.Call) and static_name(context, one) == "state_dict_type":
-                given = argument_of(one, 0, "module")
-                if given is not None and ast.unparse(given) == model:
-                    return block  # pyrefly: ignore
+    for block, entered in context.entered_calls(call):
+        given = argument_of(entered, 0, "module") if static_name(context, entered) == "state_dict_type" else None
+        if given is not None and ast.unparse(given) == model:
+            return block
     return None
 
 

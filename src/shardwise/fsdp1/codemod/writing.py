@@ -7,10 +7,9 @@ import re
 from pathlib import PurePath
 
 from shardwise.config.fsdp1_names import NOT_NEEDED
-from shardwise.fsdp1.codemod import constructors, settings
-from shardwise.fsdp1.codemod.constructors import CODE, Wrap, are_nested, moved_text
-from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, Blocked, FileDraft
-from shardwise.fsdp1.codemod.emitted import FEATURES
+from shardwise.fsdp1.codemod import constructors
+from shardwise.fsdp1.codemod.constructors import CODE, Options, Wrap, are_nested, moved_text
+from shardwise.fsdp1.codemod.draft import FEATURES, KEEP_FSDP1_API, Blocked, FileDraft
 from shardwise.fsdp1.codemod.order import kept_optimizers, marked_parameters, may_come_late
 from shardwise.fsdp1.codemod.program import (
     ENABLE_WRAP,
@@ -20,10 +19,9 @@ from shardwise.fsdp1.codemod.program import (
     is_constant,
     is_none,
     is_simple,
-    iterated,
+    iterated_around,
     single_value,
 )
-from shardwise.fsdp1.codemod.settings import Options
 from shardwise.source.syntax import FSDP1, Binding, Comprehension, FileContext, Function, all_parameters, given_to
 
 _PARTS = re.compile(r"\.(named_)?(modules|children)\(|\b\w*(layers|blocks)\b")
@@ -38,7 +36,8 @@ def _wraps_parts(wrap: Wrap) -> int | None:
     context, texts = wrap.context, set[str]()
     for node in _uses(wrap):
         parent = context.parents[node]
-        if not (isinstance(parent, ast.Call) and parent.func is node) or _in_loop_over_parts(wrap, parent):
+        in_loop = any(map(_PARTS.search, iterated_around(context, node)))
+        if not (isinstance(parent, ast.Call) and parent.func is node) or in_loop:
             return node.lineno
         texts |= {context.source(one) for one in parent.args[:1]}
     return wrap.call.lineno if are_nested(texts) else None
@@ -58,15 +57,6 @@ def _uses(wrap: Wrap) -> list[ast.expr]:
         case ast.Assign(targets=[ast.Name(id=name)]):
             return [one for one in context.loads(name) if any(b.value is value for b in context.bindings(one))]
     return [value]
-
-
-def _in_loop_over_parts(wrap: Wrap, call: ast.Call) -> bool:
-    for parent in wrap.context.ancestors(call):
-        if isinstance(parent, Function):
-            return False
-        if any(_PARTS.search(wrap.draft.source(one)) for one in iterated(parent)):
-            return True
-    return False
 
 
 def _casts_outermost(wrap: Wrap) -> bool:
@@ -163,14 +153,17 @@ def _rewrite(wrap: Wrap) -> None:
     optimizers = kept_optimizers(wrap)
     _drop_what_is_gone(wrap)
     policy = wrap.value("auto_wrap_policy")
-    has_policy = policy is not None and not is_none(policy)
-    if policy is not None and has_policy:
-        settings.refuse_unknown(wrap, policy)
-    else:
+    has_policy = not is_none(policy)
+    if policy is None or not has_policy:
         wrap.drop("auto_wrap_policy")
-    options = settings.convert_placement(wrap)
-    for_helper, features = settings.convert_precision(wrap, has_policy=has_policy)
-    options += settings.convert_offload(wrap)
+    elif called_fsdp_name(wrap.context, single_value(wrap.context, policy)) == "wrap.CustomPolicy":
+        raise Blocked(
+            "CustomPolicy may give single modules FSDP1 settings of their own",
+            "call fully_shard on the modules it picks, with FSDP2 settings, children first",
+        )
+    options = constructors.convert_placement(wrap)
+    for_helper, features = constructors.convert_precision(wrap, has_policy=has_policy)
+    options += constructors.convert_offload(wrap)
     features |= _prepare(wrap)
     is_part = _casts_outermost(wrap)
     for feature, is_needed in (
@@ -180,7 +173,7 @@ def _rewrite(wrap: Wrap) -> None:
         if is_needed:
             options.append((feature, "True"))
             features |= {feature, *(["mp_policy"] if is_part else [])}
-    picked = settings.classes(wrap, policy)
+    picked = constructors.classes(wrap, policy)
     by_parts = _by_parts(wrap) or drawn_apart or _TENSOR_PARALLEL.search(wrap.context.text) is not None
     is_spelled_out = not features and (picked or not has_policy)
     known = [wrap.by_name.get(name) for name in ("module", "auto_wrap_policy", "cls")]

@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardwise.findings import Edit, Safety, Severity
+from shardwise.findings import Safety, Severity
 from shardwise.linting.registry import Hit, LintContext, rule
-from shardwise.source.edits import change
+from shardwise.source.edits import change, without_names
 from shardwise.source.syntax import FSDP1, FSDP1_NAMES, FSDP2_NAMES, FileContext, checked_types
 from shardwise.source.torch_pin import PUBLIC_FSDP2, oldest_torch, project_torch
 from shardwise.source.trace import Trace
@@ -86,7 +86,8 @@ def leftover_fsdp1_import(context: LintContext) -> Iterator[Hit]:
         is_reexport = alias.asname == alias.name
         if not is_reexport and isinstance(file.parents[node], ast.Module):
             message = f"{alias.name} of FSDP1 is imported but not used"
-            yield Hit(alias, message, edits=_removal(file, node, alias))
+            gone = node.names if all(_is_fsdp1(node, one) for one in node.names) else [alias]
+            yield Hit(alias, message, edits=tuple(without_names(file, node, gone, drop_comment=True)))
 
 
 def _is_fsdp1(node: ast.ImportFrom, alias: ast.alias) -> bool:
@@ -99,24 +100,6 @@ def _used_names(file: FileContext) -> set[str]:
     """Names that are read, also inside strings: annotations and `__all__` are often strings."""
     strings = [node.value for node in file.nodes(ast.Constant) if isinstance(node.value, str)]
     return {node.id for node in file.nodes(ast.Name)} | {name for text in strings for name in re.findall(r"\w+", text)}
-
-
-def _removal(file: FileContext, node: ast.ImportFrom, alias: ast.alias) -> tuple[Edit, ...]:
-    """Take one name out of an import, or the statement where it is the only one or all of them go."""
-    positions = file.positions
-    if all(_is_fsdp1(node, one) for one in node.names):
-        start, end = positions.span(node)
-        line_end = positions.line_end(end)
-        rest = file.text[end:line_end].strip()
-        if (rest and not rest.startswith("#")) or node.col_offset:
-            return ()  # `import a; import b`: a person can do it
-        return (change(start, line_end, ""),)
-    start, end = positions.span(alias)
-    behind = re.compile(r"[ \t]*,[ \t]*(?:#[^\r\n]*)?(?:\r\n|\r|\n)?[ \t]*").match(file.text, end)
-    before = re.compile(r",[ \t]*$").search(file.text, 0, start)
-    if behind is not None:
-        return (change(start, behind.end(), ""),)
-    return (change(before.start(), end, ""),) if before is not None else ()
 
 
 @rule("SW192")

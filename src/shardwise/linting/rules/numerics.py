@@ -71,8 +71,8 @@ def _norms_read(file: FileContext, event: ProgramEvent, norms: dict[Value, Progr
     elif (event.method == "float" and not event.receiver) or _LOGS.match(event.method):
         yield from nested(frozenset().union(*event.args), depth=2)
         for value, made in norms.items() if _LOGS.match(event.method) else ():
-            name = _bound_name(file, made.node)
-            if name in _formatted_names(event.node) and made.order < event.order:
+            names = {getattr(one, "id", "") for one in file.targets(made.node)[:1]}
+            if names & _formatted_names(event.node) and made.order < event.order:
                 yield value
 
 
@@ -80,12 +80,6 @@ def _formatted_names(node: ast.AST) -> set[str]:
     """The names that f-strings give a format, as in `{norm:.3f}`: a DTensor has none."""
     parts = [one for one in ast.walk(node) if isinstance(one, ast.FormattedValue) and one.format_spec is not None]
     return {part.value.id for part in parts if isinstance(part.value, ast.Name)}
-
-
-def _bound_name(file: FileContext, node: ast.AST) -> str:
-    statement = file.statement(node)
-    target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is node else None
-    return target.id if isinstance(target, ast.Name) else ""
 
 
 @rule("SW234", Severity.WARNING, fix="do not multiply by the number of ranks")

@@ -58,8 +58,7 @@ def _load_open(value: Value, name: str) -> Value:
 def _load_atom(atom: v.Atom, name: str, value: Value, frame: Frame) -> Value:
     if isinstance(atom, v.Super):
         mro = type(atom.receiver.object).__mro__
-        after = mro.index(atom.after.object) + 1 if atom.after.object in mro else 1
-        attribute = next((vars(cls)[name] for cls in mro[after:] if name in vars(cls)), _MISSING)
+        attribute = next((vars(cls)[name] for cls in mro[mro.index(atom.after) + 1 :] if name in vars(cls)), _MISSING)
         return _load_class_attribute(attribute, name, atom.receiver, frame)
     if not isinstance(atom, v.Known):
         return v.PLAIN.replace(source=value.source)
@@ -149,7 +148,9 @@ class LoopItems(NamedTuple):
     """What a loop over a value gets."""
 
     element: Value
-    count: int | None
+    """Any of its items."""
+    items: tuple[Value, ...] | None = None
+    """All of them, where they are known."""
     dynamic: bool = False
     """The number of turns depends on the data."""
 
@@ -189,42 +190,38 @@ def _defines(module: nn.Module, name: str) -> bool:
 
 
 def walk(value: Value, frame: Frame) -> LoopItems:
-    """One turn of a loop over the value, standing for all of them."""
+    """The items of a value, in a loop over it."""
     walks = [_walk_atom(atom, value, frame) for atom in value.atoms]
     if value.may_be_unknown or not walks:
         made = frame.after("[number]", v.PLAIN.replace(source=min(value.source, Origin.TENSOR_VALUE)), value)
-        walks.append(LoopItems(made, None, value.source == Origin.DYNAMIC))
-    element = v.join(one.element for one in walks)
-    counts = {one.count for one in walks}
-    return LoopItems(
-        element.selected_by(value),
-        counts.pop() if len(counts) == 1 else None,
-        any(one.dynamic for one in walks),
-    )
+        walks.append(LoopItems(made, dynamic=value.source == Origin.DYNAMIC))
+    element = v.join(one.element for one in walks).selected_by(value)
+    items = walks[0].items if len(walks) == 1 else None
+    each = None if items is None else tuple(item.selected_by(value) for item in items)
+    return LoopItems(element, each, any(one.dynamic for one in walks))
 
 
 def _walk_atom(atom: v.Atom, value: Value, frame: Frame) -> LoopItems:
     held = contents(atom)
     if isinstance(held, v.Repeated):
-        return LoopItems(held.element, held.count, value.source == Origin.DYNAMIC)
-    if isinstance(held, v.Sequence):
-        return LoopItems(v.join(held.items), None if value.may_be_unknown and held is atom else len(held.items))
-    if isinstance(held, v.Mapping):
-        return LoopItems(v.join(v.known(key) for key, _ in held.items), len(held.items))
+        return LoopItems(held.element, dynamic=value.source == Origin.DYNAMIC)
+    if held is not None:
+        items = held.items if isinstance(held, v.Sequence) else tuple(v.known(key) for key, _ in held.items)
+        return LoopItems(v.join(items), items)
     thing = atom.object if isinstance(atom, v.Known) else None
     if isinstance(thing, torch.Tensor):
         frame.consume(v.known(thing))
-        return LoopItems(v.TENSOR, None)
+        return LoopItems(v.TENSOR)
     if isinstance(thing, nn.Module) and _defines(thing, "__iter__"):
         return walk(result_of(getattr(type(thing), "__iter__", None), thing, [], frame), frame)
-    return LoopItems(v.PLAIN, None)
+    return LoopItems(v.PLAIN)
 
 
 def item(value: Value, index: Value, frame: Frame) -> Value:
     """`value[index]`."""
     found = [_item_of(atom, index, frame) for atom in value.atoms]
     if value.may_be_unknown or not found:
-        made = v.PLAIN.replace(source=_indexed(value, index), loops=value.loops)
+        made = v.PLAIN.replace(source=_indexed(value, index))
         found.append(frame.after("[number]" if type(index.constant()) is int else "[]", made, value))
     result = v.join(found)
     # A name looked up by a number from the data is itself up to the data: `experts[names[best]]`.

@@ -9,6 +9,7 @@ import operator
 import re
 import types
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -81,9 +82,9 @@ def _next(arguments: Arguments, frame: Frame) -> Value:
 @v.handles(BUILTINS, len)
 def _len(arguments: Arguments, frame: Frame) -> Value:
     value = arguments.first()
-    count = attributes.walk(value, frame).count if value.atoms and not value.may_be_unknown else None
-    if count is not None:
-        return v.known(count)
+    items = attributes.walk(value, frame).items if value.atoms else None
+    if items is not None:
+        return v.known(len(items))
     frame.note_size_read(value)
     made = v.opaque(value, source=Origin.TENSOR_VALUE if value.source == Origin.DYNAMIC else Origin.PLAIN)
     return made.replace(trail=frozenset())
@@ -94,30 +95,35 @@ def _range(arguments: Arguments, frame: Frame) -> Value:
     numbers = [value.constant() for value in arguments.positional]
     source = Origin.TENSOR_VALUE if _top(arguments) >= Origin.TENSOR_VALUE else Origin.PLAIN
     element = v.opaque(*arguments.positional, source=source)
-    try:
-        return v.just(v.Repeated(element, len(range(*numbers))))
-    except (TypeError, ValueError, OverflowError):
-        return Value(frozenset({v.Repeated(element)}), source=source)
+    with suppress(TypeError, ValueError, OverflowError):
+        if len(known := range(*numbers)) <= v.MOST_TURNS:
+            return v.just(v.Sequence(tuple(map(v.known, known))))
+    return Value(frozenset({v.Repeated(element)}), source=source)
 
 
 @v.handles(BUILTINS, enumerate)
 def _enumerate(arguments: Arguments, frame: Frame) -> Value:
-    value = arguments.first()
-    inner = attributes.walk(value, frame)
-    pair = v.just(v.Sequence((v.PLAIN, inner.element)))
-    return Value(frozenset({v.Repeated(pair, inner.count)}), source=_dynamic(value), loops=value.loops)
-
-
-def _dynamic(*values: Value) -> Origin:
-    return Origin.DYNAMIC if any(value.source == Origin.DYNAMIC for value in values) else Origin.PLAIN
+    found = attributes.walk(arguments.first(), frame)
+    starts_at_zero = len(arguments.values()) == 1
+    numbers = [v.known(number) if starts_at_zero else v.PLAIN for number in range(len(found.items or ()))]
+    return _rows([attributes.LoopItems(v.PLAIN, None if found.items is None else tuple(numbers)), found])
 
 
 @v.handles(BUILTINS, zip)
 def _zip(arguments: Arguments, frame: Frame) -> Value:
-    inner = [attributes.walk(value, frame) for value in arguments.positional]
-    counts = [one.count for one in inner if one.count is not None]
-    row = v.just(v.Sequence(tuple(one.element for one in inner)))
-    return Value(frozenset({v.Repeated(row, min(counts, default=None))}), source=_dynamic(*arguments.positional))
+    return _rows([attributes.walk(value, frame) for value in arguments.positional])
+
+
+def _rows(columns: list[attributes.LoopItems]) -> Value:
+    """The rows of a table with these columns; its length is that of the shortest that is known."""
+    known = [column.items for column in columns if column.items is not None]
+    source = Origin.DYNAMIC if any(column.dynamic for column in columns) else Origin.PLAIN
+    if not known:
+        row = v.just(v.Sequence(tuple(column.element for column in columns)))
+        return Value(frozenset({v.Repeated(row)}), source=source)
+    every = [column.items or (column.element,) * min(map(len, known)) for column in columns]
+    rows = tuple(v.just(v.Sequence(row)) for row in zip(*every, strict=False))
+    return v.just(v.Sequence(rows)).replace(source=source)
 
 
 @v.handles(BUILTINS, itertools.chain, itertools.product, itertools.islice, itertools.cycle, itertools.repeat)
@@ -135,7 +141,7 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
     names = [one for one in objects if isinstance(one, str)]
     if names and not name.may_be_unknown:
         found = [_attribute(thing, one, default, frame) for one in names]
-        return v.join(found).replace(data_dependent=name.source >= Origin.ARGUMENT and len(found) > 1, loops=name.loops)
+        return v.join(found).replace(data_dependent=name.source >= Origin.ARGUMENT and len(found) > 1)
     # An f-string with unknown parts is evaluated to the pattern of what it may become.
     patterns = [one for one in objects if isinstance(one, re.Pattern)]
     fits: Callable[[str], Any] = patterns[0].fullmatch if len(patterns) == 1 else bool
@@ -149,7 +155,7 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
     if not children:
         return v.PLAIN
     data_dependent = name.source >= Origin.ARGUMENT
-    return v.join([*children, *default]).replace(data_dependent=data_dependent, loops=name.loops, may_be_unknown=True)
+    return v.join([*children, *default]).replace(data_dependent=data_dependent, may_be_unknown=True)
 
 
 def _attribute(thing: Value, name: str, default: list[Value], frame: Frame) -> Value:
@@ -182,9 +188,8 @@ def _two(arguments: Arguments) -> tuple[Any, Any]:
 @v.handles(BUILTINS, super)
 def _super(arguments: Arguments, frame: Frame) -> Value:
     cls, receiver = _two(arguments) if arguments.positional else (defining_class(frame), frame.receiver)
-    if cls in (v.Unknown, None) or receiver is v.Unknown:
-        return v.PLAIN
-    return v.just(v.Super(v.Known(cls), v.Known(receiver)))
+    is_object = isinstance(cls, type) and isinstance(receiver, cls)
+    return v.just(v.Super(cls, v.Known(receiver))) if is_object else v.PLAIN
 
 
 @v.handles(BUILTINS, functools.partial)
@@ -192,7 +197,13 @@ def _partial(arguments: Arguments, frame: Frame) -> Value:
     return v.just(v.Partial(arguments.first(), tuple(arguments.positional[1:]), tuple(arguments.keywords.items())))
 
 
-@v.handles(BUILTINS, int, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
+@v.handles(BUILTINS, int)
+def _int(arguments: Arguments, frame: Frame) -> Value:
+    number = arguments.first().constant()
+    return v.known(int(number)) if type(number) in (int, float) else _number(arguments, frame)
+
+
+@v.handles(BUILTINS, float, bool, str, abs, round, min, max, sum, any, all, operator.itemgetter)
 def _number(arguments: Arguments, frame: Frame) -> Value:
     inner = [attributes.walk(value, frame).element.source for value in arguments.positional if value.atoms]
     top = max([_top(arguments), *inner])
@@ -206,8 +217,7 @@ def _about(arguments: Arguments, frame: Frame) -> Value:
 
 def _many(things: Iterable[Any], *, named: bool = False) -> Value:
     values = [attributes.wrap(thing) for thing in things]
-    element = v.join(values) if values else v.PLAIN
-    return v.just(v.Repeated(v.just(v.Sequence((v.PLAIN, element))) if named else element, len(values)))
+    return v.just(v.Sequence(tuple(v.just(v.Sequence((v.PLAIN, one))) if named else one for one in values)))
 
 
 def _get_submodule(module: nn.Module, arguments: Arguments, frame: Frame) -> Value:
@@ -243,11 +253,12 @@ def container_method(value: Value, name: str, arguments: Arguments, frame: Frame
         return None
     if name in ("get", "pop"):
         return v.join([attributes.item(value, arguments.first(), frame), *arguments.positional[1:]])
-    rows = [row for one in held if isinstance(one, v.Mapping) for row in one.items]
-    element = v.join(inner for _, inner in rows) if rows else v.PLAIN
-    key = v.join(v.known(key) for key, _ in rows) if rows else v.PLAIN
-    shown = {"values": element, "keys": key, "items": v.just(v.Sequence((key, element)))}[name]
-    return Value(frozenset({v.Repeated(shown, len(rows))}), may_be_unknown=value.may_be_unknown, loops=value.loops)
+    lists = [[(v.known(key), inner) for key, inner in one.items] for one in held if isinstance(one, v.Mapping)]
+    if name == "items":
+        lists = [[v.just(v.Sequence(row)) for row in rows] for rows in lists]
+    else:
+        lists = [[row[name == "values"] for row in rows] for rows in lists]
+    return Value(frozenset(v.Sequence(tuple(each)) for each in lists), may_be_unknown=value.may_be_unknown)
 
 
 def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
@@ -276,7 +287,7 @@ def _invoke_atom(atom: Any, callee: Value, arguments: Arguments, frame: Frame) -
         if isinstance(atom, v.Partial):
             keywords = {**dict(atom.keywords), **arguments.keywords}
             merged = Arguments([*atom.positional, *arguments.positional], keywords, arguments.spread)
-            return invoke(atom.callee.selected_by(callee.replace(loops=frozenset())), merged, frame)
+            return invoke(atom.callee.selected_by(callee), merged, frame)
         if isinstance(atom, v.Sequence):  # a slice of a Sequential is a new Sequential: its items are called here
             return v.join([v.TENSOR, *(invoke(inner, arguments, frame) for inner in atom.items)])
         return _invoke_known(atom.object, callee, arguments, frame) if isinstance(atom, v.Known) else v.PLAIN

@@ -3,17 +3,14 @@
 import inspect
 import types
 from collections import defaultdict
+from dataclasses import replace
 
 from torch import nn
 
 from shardwise.planning import calls
-from shardwise.planning.calls import Calls, CallTable, Places, Use, callable_children, has_forward, has_parameters
-from shardwise.planning.source import statements
+from shardwise.planning.calls import Calls, Places, Use, callable_children, collect_uses, has_forward, has_parameters
 from shardwise.planning.source.functions import find_node, is_generator, start, underlying
 from shardwise.planning.source.values import Analysis, Frame
-
-HANDLERS = statements.v.HANDLERS
-"""Importing `statements` fills the table of the syntax nodes that frames can read."""
 
 Entry = tuple[str, str]
 """A module's name and the method by which code enters it."""
@@ -186,21 +183,21 @@ def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
         if not skipped and not recorder.is_touched(module):
             recorder.assume_called(places.name(module))
     seen = traced or Calls()
-    table = CallTable(places, seen)
     called = {""} if has_forward(model) else set()
+    uses = [(use, True) for use in _escaped(recorder)]
     for entry, analysis in recorder.analyses.items():
         for use in analysis.uses:
             called |= {use.target} if use.kind == "call" else set()
             is_met = entry in below_forward and use.module in seen.called
             if not (is_met and use.kind == "read" and use.target not in seen.foreign_reads):
-                table.add(use, bypasses=not is_met and use.module not in recorder.assumed)
-    for use in _escaped(recorder):
-        table.add(use)
-    table.called |= called
+                uses.append((use, not is_met and use.module not in recorder.assumed))
     for name, methods in methods_of_parts.items():
-        table.methods[name].update(methods)
+        uses += [(Use("method", (name,), name, method), False) for method in methods]
     unconditional = {*roots, "", *_unconditional(recorder, roots)}
-    return table.calls(
+    return collect_uses(
+        places,
+        uses,
+        replace(seen, called=seen.called | called),
         assumed=frozenset(recorder.assumed - seen.called),
         conditional=frozenset(name for name in called - unconditional if has_parameters(places.modules[name])),
         repeated=seen.repeated | (_repeated(recorder) - seen.called),

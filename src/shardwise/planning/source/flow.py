@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardwise.planning.calls import Places, has_parameters, is_opaque, is_within
-from shardwise.planning.source import statements
+from shardwise.planning.calls import Places, has_parameters, is_opaque
 from shardwise.planning.source.functions import Arguments, enter_function, find_node, start, underlying
 from shardwise.planning.source.values import (
     TENSOR,
@@ -24,9 +23,6 @@ from shardwise.planning.source.values import (
     known,
     trail_of,
 )
-
-HANDLERS = statements.v.HANDLERS
-"""Importing `statements` fills the table of the syntax nodes that frames can read."""
 
 
 class DataFlow(NamedTuple):
@@ -42,26 +38,6 @@ class DataFlow(NamedTuple):
     """What a cross-entropy is computed of."""
     problem: str = ""
     """Why the code could not be followed to its end."""
-
-    def renamed(self, old: str, new: str) -> DataFlow:
-        """The same of a module of another name."""
-
-        def name(known: str) -> str:
-            return new + known.removeprefix(old) if is_within(known, old) else known
-
-        def trail(steps: Trail) -> Trail:
-            return frozenset(
-                (
-                    source if source.kind == "argument" else source._replace(name=name(source.name)),
-                    None if done is None else done._replace(module=name(done.module)),
-                )
-                for source, done in steps
-            )
-
-        inputs, sizes = ({name(k): trail(t) for k, t in table.items()} for table in (self.inputs, self.sizes_read))
-        return self._replace(
-            inputs=inputs, returned=trail(self.returned), sizes_read=sizes, in_loss=trail(self.in_loss)
-        )
 
 
 class Flow:
@@ -88,7 +64,8 @@ class Flow:
             return self.call_in_turn(module, arguments.first(), frame)
         if not type(module).__module__.startswith("torch.nn."):
             forward = vars(module).get("forward") or inspect.getattr_static(type(module), "forward")
-            given, chain = arguments.after(known(module)), (*frame.chain, module)
+            given = arguments.after(known(module))
+            chain = (*frame.chain, module) if module in places else frame.chain
             result = enter_function(forward, given, frame, receiver=module, chain=chain, through=callee)
             if result is not None:
                 return result

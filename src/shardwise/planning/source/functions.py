@@ -153,7 +153,7 @@ def enter_function(
         frame: Where the call is written.
         receiver: The object it is a method of.
         chain: The modules whose code is then running; the frame's unless given.
-        through: The value that was called, to tell a loop over layers from repeated calls of one.
+        through: The value that was called: where it is one of several, a loop may call each once.
     """
     plain, bound_to = underlying(function)
     node = find_node(plain) if plain is not None else None
@@ -165,7 +165,7 @@ def enter_function(
         return v.opaque(*arguments.values())
     inner = frame.child(plain, receiver, _defaults(plain, node))
     inner.chain = frame.chain if chain is None else chain
-    inner.loops = frame.unwalked(through) if through is not None else frame.loops
+    inner.again = frame.again and (through is None or through.num_objects == 1)
     return _run(node, arguments, inner, (node, id(receiver)))
 
 
@@ -266,16 +266,5 @@ def _defaults(function: types.FunctionType, node: FunctionNode) -> dict[str, Val
 
 def defining_class(frame: Frame) -> type | None:
     """The class whose body holds the function being read, for `super()`."""
-    function = frame.function
-    if function is None:
-        return None
-    names = function.__code__.co_freevars
-    if "__class__" in names:
-        try:
-            return (function.__closure__ or ())[names.index("__class__")].cell_contents
-        except ValueError:
-            return None
-    for cls in type(frame.receiver).__mro__:
-        if underlying(vars(cls).get(function.__name__))[0] is function:
-            return cls
-    return None
+    found = frame.lookup("__class__").constant()
+    return found if isinstance(found, type) else None

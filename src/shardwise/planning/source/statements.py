@@ -16,52 +16,36 @@ from shardwise.planning.source.functions import Arguments
 from shardwise.planning.source.values import Frame, Origin, Value
 
 
-def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> int | None:
-    """Run a loop's body for one turn, twice, so that names set in a turn are seen by the next.
+def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> bool:
+    """Run a loop's body for each item; where these are not known, twice, so that names set in a turn are seen again.
 
     Args:
         iterable: What the loop walks through; None for `while`.
-        body: Gets the element, marked as belonging to this loop.
+        body: Gets the item.
         frame: Where the loop is written.
 
     Returns:
-        Its number of turns where known.
+        Whether the items are known.
     """
     analysis = frame.analysis
-    analysis.num_loops += 1
-    element, count, dynamic = (
-        attributes.walk(iterable, frame) if iterable is not None else (Value(may_be_unknown=True), None, False)
-    )
-    if count == 0:
-        return count
-    loop = v.Loop(analysis.num_loops, count)
-    element = _mark(element, loop.identity)
-    before = (frame.loops, frame.conditional, frame.skipping, frame.jumps)
-    names_before, counts_before = dict(frame.names), analysis.counts
-    frame.loops = (*frame.loops, loop)
-    frame.conditional = frame.conditional or dynamic
-    counts_after = counts_before
-    for turn in range(2):
-        analysis.counts, frame.jumps = dict(counts_before), []
-        body(element)
+    found = attributes.LoopItems(v.PLAIN) if iterable is None else attributes.walk(iterable, frame)
+    items = found.items if analysis.steps < v.MOST_STEPS // 2 and len(found.items or ()) <= v.MOST_TURNS else None
+    before = (frame.again, frame.conditional, frame.skipping, frame.jumps)
+    frame.again, frame.conditional = frame.again or items is None, frame.conditional or found.dynamic
+    counts_after = analysis.counts
+    for turn, item in enumerate((found.element, found.element) if items is None else items):
+        names, analysis.counts, frame.jumps = dict(frame.names), dict(counts_after), []
+        body(item)
         # A turn ends with its code, or at a `continue` or `break`; one that returns or raises does not go on.
         ends = [*frame.jumps, *([] if frame.dead else [(frame.names, analysis.counts)])]
-        if turn == 0 and ends:
+        if ends and (items is not None or turn == 0):
             counts_after = v.join_counts([counts for _, counts in ends])
-        frame.names = v.join_names([names_before, *(names for names, _ in ends)])
+        left_out = [names] if items is None or not ends else []
+        frame.names = v.join_names([*left_out, *(names for names, _ in ends)])
         frame.dead, frame.skipping = "", before[2]
     analysis.counts = counts_after
-    frame.loops, frame.conditional, frame.skipping, frame.jumps = before
-    return count
-
-
-def _mark(element: Value, identity: int) -> Value:
-    """The element and, where it is a row, each part of it, as chosen by this loop's turn."""
-    atoms = frozenset(
-        v.Sequence(tuple(_mark(inner, identity) for inner in atom.items)) if isinstance(atom, v.Sequence) else atom
-        for atom in element.atoms
-    )
-    return element.replace(atoms=atoms, loops=element.loops | {identity})
+    frame.again, frame.conditional, frame.skipping, frame.jumps = before
+    return items is not None
 
 
 def comprehension(generators: list[ast.comprehension], results: list[ast.expr], frame: Frame) -> Value:
@@ -69,10 +53,10 @@ def comprehension(generators: list[ast.comprehension], results: list[ast.expr], 
     outside = dict(frame.names)
     made: list[Value] = []
 
-    def level(depth: int) -> int | None:
+    def level(depth: int) -> bool:
         if depth == len(generators):
             made.append([frame.evaluate(result) for result in results][-1])
-            return None
+            return True
         generator = generators[depth]
         iterable = frame.evaluate(generator.iter)
 
@@ -84,10 +68,9 @@ def comprehension(generators: list[ast.comprehension], results: list[ast.expr], 
 
         return run_loop(iterable, body, frame)
 
-    count = level(0)
+    is_known = level(0) and len(generators) == len(results) == 1 and not generators[0].ifs
     frame.names = {name: frame.names.get(name, value) for name, value in outside.items()}
-    is_counted = len(generators) == 1 and not generators[0].ifs
-    return v.just(v.Repeated(v.join(made).replace(loops=frozenset()), count if is_counted else None))
+    return v.just(v.Sequence(tuple(made)) if is_known else v.Repeated(v.join(made)))
 
 
 @v.handles(v.HANDLERS, ast.Tuple, ast.List, ast.Set)
@@ -131,8 +114,7 @@ def _f_string(node: ast.JoinedStr, frame: Frame) -> Value:
     objects = [value.constant() for value in values]
     together = v.opaque(*values)
     if all(isinstance(thing, str | int) for thing in objects):
-        text = "".join(str(thing) for thing in objects)
-        return v.known(text).replace(loops=together.loops)
+        return v.known("".join(str(thing) for thing in objects))
     pattern = "".join(re.escape(str(thing)) if isinstance(thing, str | int) else ".*" for thing in objects)
     return together.replace(atoms=frozenset({v.Known(re.compile(pattern))}))
 
@@ -152,11 +134,11 @@ _SIMPLE = (bool, int, float, str, type(None))
 def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
     """`left op right`: numbers are computed, lists joined, everything else is data."""
     one, other = left.constant(), right.constant()
-    loops = left.loops | right.loops
-    if type(one) in (int, float, str) and type(other) is type(one) and type(op) in _ARITHMETIC:
+    is_number = type(one) in (int, float) and type(other) in (int, float)
+    if (is_number or type(one) is type(other) is str) and type(op) in _ARITHMETIC:
         try:
             if isinstance(one, str) or (abs(one) < 1e9 and abs(other) < 1e9):
-                return v.known(_ARITHMETIC[type(op)](one, other)).replace(loops=loops)
+                return v.known(_ARITHMETIC[type(op)](one, other))
         except (TypeError, ZeroDivisionError):
             return v.opaque(left, right)
     if isinstance(op, ast.Add | ast.Mult) and (_is_list(left) or _is_list(right)):
@@ -174,7 +156,8 @@ def _is_list(value: Value) -> bool:
 
 def _join_lists(values: list[Value], frame: Frame) -> Value:
     sequences = [atom for value in values for atom in value.atoms if isinstance(atom, v.Sequence)]
-    if len(values) == 2 == len(sequences) == sum(len(value.atoms) for value in values):
+    is_known = not any(value.may_be_unknown for value in values)
+    if is_known and len(values) == 2 == len(sequences) == sum(len(value.atoms) for value in values):
         return v.just(v.Sequence(sequences[0].items + sequences[1].items))
     return v.just(v.Repeated(v.join(attributes.item(value, v.PLAIN, frame) for value in values)))
 
@@ -307,13 +290,7 @@ def _call(node: ast.Call, frame: Frame) -> Value:
         made = attributes.method_result(Value(may_be_unknown=True, source=Origin.TENSOR), name, arguments)
         results.append(_after_method(made, receiver, name, arguments, frame))
     if rest.atoms:
-        results.append(
-            invoke(
-                attributes.load(rest.replace(may_be_unknown=False), name, frame).replace(loops=rest.loops),
-                arguments,
-                frame,
-            )
-        )
+        results.append(invoke(attributes.load(rest.replace(may_be_unknown=False), name, frame), arguments, frame))
     if receiver.may_be_unknown or not receiver.atoms or tensors:
         if name not in _FROM_LIKENESS and not rest.atoms:
             hand_over(arguments, frame, name=name)
@@ -335,9 +312,8 @@ def _grow(name: str, receiver: Value, how: str, values: list[Value], frame: Fram
     added = values[-1] if values else v.PLAIN
     if not added.atoms and not any(isinstance(atom, v.Sequence | v.Repeated) for atom in receiver.atoms):
         return v.NONE
-    pieces = [added if how != "extend" else attributes.item(added, v.PLAIN, frame)]
-    pieces += (part for atom in receiver.atoms for part in v.inside(atom))
-    grown = v.just(v.Repeated(v.join(pieces).replace(loops=frozenset())))
+    added = v.just(v.Sequence((added,))) if how != "extend" else added
+    grown = _join_lists([receiver, added], frame)
     home: Frame | None = frame
     while home is not None and name not in home.names:
         home = home.outer

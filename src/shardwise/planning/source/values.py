@@ -3,7 +3,6 @@
 import ast
 import builtins
 import itertools
-import math
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from torch import nn
 from shardwise.planning.calls import Places, Use, UseKind, is_holder
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-_MOST_ATOMS = 20_000
 _ITEMS_TRIED = 16
 
 
@@ -93,10 +91,9 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Any number of values that are all alike: a loop, a comprehension, a container walked through."""
+    """Values whose number is not known: a generator, a slice with unknown bounds, a list that a loop fills."""
 
     element: "Value"
-    count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,7 @@ class Partial:
 class Super:
     """`super()` of an object, seen from a class."""
 
-    after: Known
+    after: type
     receiver: Known
 
 
@@ -151,8 +148,6 @@ class Value:
     source: Origin = Origin.PLAIN
     data_dependent: bool = False
     """Which of the atoms it is depends on the data."""
-    loops: frozenset[int] = frozenset()
-    """The loops whose turn decides which of the atoms it is."""
     trail: Trail = frozenset()
     """Where it comes from; empty unless the analysis follows data."""
 
@@ -175,8 +170,7 @@ class Value:
 
     def selected_by(self, other: "Value") -> "Value":
         """The same value; which of its atoms it is depends on all that `other` depends on."""
-        dependent = self.data_dependent or other.data_dependent
-        return self.replace(data_dependent=dependent, loops=self.loops | other.loops)
+        return self if self.data_dependent or not other.data_dependent else self.replace(data_dependent=True)
 
 
 def _object(leaf: "Known | Bound | Closure") -> Any:
@@ -212,12 +206,7 @@ def just(atom: Atom) -> Value:
 def opaque(*values: Value, source: Origin | None = None) -> Value:
     """Something unknown that was computed from these values."""
     top = max((value.source for value in values), default=Origin.PLAIN) if source is None else source
-    return Value(
-        may_be_unknown=True,
-        source=top,
-        loops=frozenset().union(*(value.loops for value in values)),
-        trail=trail_of(*values),
-    )
+    return Value(may_be_unknown=True, source=top, trail=trail_of(*values))
 
 
 def trail_of(*values: Value, depth: int = 4) -> Trail:
@@ -233,13 +222,11 @@ def join(values: Iterable[Value]) -> Value:
     if len(distinct) == 1:
         return distinct[0]
     atoms: frozenset[Atom] = frozenset().union(*(value.atoms for value in distinct))
-    too_many = len(atoms) > _MOST_ATOMS
     return Value(
-        atoms=frozenset() if too_many else atoms,
-        may_be_unknown=too_many or any(value.may_be_unknown for value in distinct),
+        atoms=atoms,
+        may_be_unknown=any(value.may_be_unknown for value in distinct),
         source=max((value.source for value in distinct), default=Origin.PLAIN),
         data_dependent=any(value.data_dependent for value in distinct),
-        loops=frozenset().union(*(value.loops for value in distinct)),
         trail=frozenset[Any]().union(*(value.trail for value in distinct)),
     )
 
@@ -267,19 +254,14 @@ def inside(atom: Atom) -> Iterable[Value]:
     return ()
 
 
-MOST_STEPS = 30_000
+MOST_STEPS = 60_000
+MOST_TURNS = 512
+"""Loops with more items are run for any of them."""
 MOST_DEPTH = 30
 
 
 class TooComplex(Exception):
     """The code does not end within the reader's budget; its class counts as unreadable."""
-
-
-class Loop(NamedTuple):
-    """A loop that is running; `count` is its number of turns where known."""
-
-    identity: int
-    count: int | None
 
 
 class Analysis:
@@ -294,7 +276,6 @@ class Analysis:
         self.activity = 0
         """Calls of modules and reads of parameters: nothing is computed without."""
         self.steps = 0
-        self.num_loops = 0
         self.flow: Any = None
         """Follows data through modules (`flow.Flow`), where that is asked for."""
 
@@ -318,7 +299,8 @@ class Frame:
     conditional: bool = False
     skipping: bool = False
     """The data may have ended this turn of the loop, or the function, before this point."""
-    loops: tuple[Loop, ...] = ()
+    again: bool = False
+    """In a loop whose number of turns is not known."""
     depth: int = 0
     dead: str = ""
     """Why the code after this point does not run: `raise`, `jump`, or nothing."""
@@ -377,7 +359,7 @@ class Frame:
             names=names,
             receiver=receiver,
             conditional=self.is_conditional,
-            loops=self.loops,
+            again=self.again,
             depth=self.depth + 1,
         )
 
@@ -416,18 +398,8 @@ class Frame:
         analysis.activity += 1
         name = analysis.places.name(module)
         analysis.add("call", self.chain, name, conditional=self.is_conditional or through.data_dependent)
-        turns = math.prod(loop.count or 0 for loop in self.loops if loop.identity in through.loops)
-        if turns >= through.num_objects:  # otherwise some of them may not be called at all
-            again = any(loop.count is None or loop.count > 1 for loop in self.unwalked(through))
-            analysis.counts[name] = analysis.counts.get(name, 0) + (2 if again else 1)
-
-    def unwalked(self, value: Value) -> tuple[Loop, ...]:
-        """The running loops that meet an object again: it is not theirs, or they have more turns than objects."""
-        return tuple(
-            loop
-            for loop in self.loops
-            if loop.identity not in value.loops or (loop.count is not None and loop.count > value.num_objects)
-        )
+        if through.num_objects == 1:  # otherwise some of them may not be called at all
+            analysis.counts[name] = analysis.counts.get(name, 0) + (2 if self.again else 1)
 
     def record_read(self, parameter: nn.Parameter) -> None:
         """A parameter takes part in a computation written in this frame."""
@@ -447,7 +419,7 @@ class Frame:
         """The value goes into a computation: record the parameters in it, and forget which object it was."""
         for parameter in self._parameters(value):
             self.record_read(parameter)
-        return PLAIN.replace(source=value.source, loops=value.loops, trail=self.trail(value))
+        return PLAIN.replace(source=value.source, trail=self.trail(value))
 
     def trail(self, *values: Value) -> Trail:
         """What these were computed from and by, parameters among them counted; empty unless data are followed."""

@@ -340,7 +340,8 @@ def _numbers(values: Tensor) -> Iterator[int]:
 
 
 def _tensor(values: array[int]) -> Tensor:
-    return torch.frombuffer(values, dtype=torch.int64) if values else torch.zeros(0, dtype=torch.int64)
+    dtype = {"H": torch.uint16, "i": torch.int32, "q": torch.int64}[values.typecode]
+    return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
 
 
 _NUM_WINDOWS = 64
@@ -387,7 +388,6 @@ def open_token_files(
     )
 
 
-_BLOCK_TOKENS = 1 << 22
 _PIECE_CHARS = 1 << 20
 _PIECES_TOGETHER = 8
 _NUM_TOGETHER = 512
@@ -398,10 +398,7 @@ class Spool:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._code, self._dtype = ("H", torch.uint16) if tokenizer.vocab_size <= 1 << 16 else ("i", torch.int32)
-        self._block = array(self._code)
-        self._segments: list[Tensor] = []
-        self._num_tokens = 0
+        self._tokens = array("H" if tokenizer.vocab_size <= 1 << 16 else "i")
         self._starts, self._prompt_lengths = array("q"), array("q")
 
     def add_files(self, files: Sequence[Path], progress: Progress) -> None:
@@ -429,10 +426,9 @@ class Spool:
 
     def stream(self) -> TokenStream:
         """The stream of everything that was added."""
-        self._close_block()
         prompt_lengths = _tensor(self._prompt_lengths)
         return TokenStream(
-            self._segments,
+            [_tensor(self._tokens)],
             starts=_tensor(self._starts),
             end_id=self._tokenizer.end_id,
             prompt_lengths=prompt_lengths if bool(prompt_lengths.any()) else None,
@@ -460,22 +456,14 @@ class Spool:
 
     def _add(self, parts: Iterable[Sequence[int]], prompt_length: int) -> None:
         """Add a document in parts, and the token that ends it."""
-        self._starts.append(self._num_tokens)
+        self._starts.append(len(self._tokens))
         self._prompt_lengths.append(prompt_length)
         end = [] if self._tokenizer.end_id is None else [[self._tokenizer.end_id]]
         for tokens in chain(parts, end):
             if isinstance(tokens, bytes):  # a codec makes 16 bits of each byte, far faster than a loop
-                self._block.frombytes(tokens.decode("latin-1").encode(f"utf-16-{sys.byteorder[0]}e"))
+                self._tokens.frombytes(tokens.decode("latin-1").encode(f"utf-16-{sys.byteorder[0]}e"))
             else:
-                self._block.extend(tokens)
-            self._num_tokens += len(tokens)
-            if len(self._block) >= _BLOCK_TOKENS:
-                self._close_block()
-
-    def _close_block(self) -> None:
-        if self._block:
-            self._segments.append(torch.frombuffer(self._block, dtype=self._dtype))
-            self._block = array(self._code)
+                self._tokens.extend(tokens)
 
 
 def open_samples(

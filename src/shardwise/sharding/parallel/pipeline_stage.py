@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,76 +31,62 @@ class Passing:
     extras: dict[str, list[Tensor]] = field(default_factory=dict)
     """By block: the tensors that it returns beside its hidden states, such as a loss of its router."""
 
-    def returned(self, block: str) -> Any:
-        """What a block of an earlier stage returns."""
-        assert self.hidden is not None
-        tensors = iter([self.hidden, *self.extras[block]])
-        return change_tensors(self.block_output, lambda _: next(tensors))
-
     def shapes(self) -> list[Tensor]:
         """The tensors of a block's output, on meta."""
         return find_tensors(self.block_output)
 
+    def earlier_block(self, name: str) -> Any:
+        """What a block of an earlier stage returned."""
+        assert self.hidden is not None
+        tensors = iter([self.hidden, *self.extras[name]])
+        return change_tensors(self.block_output, lambda _: next(tensors))
 
-class StageEnd(Exception):
-    """The last block of the stage has run."""
+    def later_block(self, name: str) -> NoReturn:
+        """The forward of this stage ends where a block of a later one begins."""
+        raise StageEnd(name)
 
+    def absent_unit(self, name: str) -> Any:
+        """What stands for the output of an embedding, a norm or the head of another stage.
 
-def _plain_attributes(block: nn.Module) -> dict[str, Any]:
-    """What code around a block may read of it; not a forward that recomputes or compiles the block itself."""
-    return {key: value for key, value in vars(block).items() if not key.startswith("_") and key != "forward"}
-
-
-class EarlierBlock(nn.Module):
-    """Stands for a block of an earlier stage, with its plain attributes."""
-
-    def __init__(self, block: nn.Module, name: str, passing: Passing) -> None:
-        super().__init__()
-        vars(self).update(_plain_attributes(block))
-        self.name, self.passing = name, passing
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What was received."""
-        return self.passing.returned(self.name)
-
-
-class LaterBlock(nn.Module):
-    """Stands for a block of a later stage; the forward of this one ends here."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        vars(self).update(_plain_attributes(block))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """End the stage."""
-        raise StageEnd
-
-
-class AbsentUnit(nn.Module):
-    """Stands for an embedding, a norm or the head of another stage.
-
-    Before the blocks it returns zeros of the right shape, which take no memory and are not used: the blocks of earlier
-    stages return what was received.
-    """
-
-    def __init__(self, name: str, passing: Passing) -> None:
-        super().__init__()
-        self.name, self.passing = name, passing
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Zeros of the shape that the unit returns."""
-        if self.name not in self.passing.unit_outputs:
-            raise not_a_sequence(self.name, "runs on a stage that does not hold it")
-        hidden = self.passing.hidden
+        Before the blocks, zeros of the right shape, which take no memory and are not used: the blocks of earlier
+        stages return what was received.
+        """
+        if name not in self.unit_outputs:
+            raise not_a_sequence(name, "runs on a stage that does not hold it")
+        hidden = self.hidden
         assert hidden is not None
-        zero, usual = hidden.new_zeros(()), self.passing.shapes()[0].shape
+        zero, usual = hidden.new_zeros(()), self.shapes()[0].shape
 
         def zeros(tensor: Tensor) -> Tensor:
             is_like_hidden = tensor.shape[:2] == usual[:2]  # fewer rows and tokens are run to look at a stage
             shape = (*hidden.shape[:2], *tensor.shape[2:]) if is_like_hidden else tensor.shape
             return zero.to(tensor.dtype).expand(shape)
 
-        return change_tensors(self.passing.unit_outputs[self.name], zeros)
+        return change_tensors(self.unit_outputs[name], zeros)
+
+
+class StageEnd(Exception):
+    """The last block of the stage has run."""
+
+
+class StandIn(nn.Module):
+    """Stands for a module of another stage.
+
+    Args:
+        name: Of the module.
+        returns: From the name to what the module returns here.
+        module: Code around it may read its plain attributes; not a forward that recomputes or compiles it.
+    """
+
+    def __init__(self, name: str, returns: Callable[[str], Any], module: nn.Module | None = None) -> None:
+        super().__init__()
+        attributes = {} if module is None else vars(module)
+        vars(self).update({k: value for k, value in attributes.items() if not k.startswith("_") and k != "forward"})
+        self.name, self.returns = name, returns
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What stands for the output."""
+        return self.returns(self.name)
 
 
 def make_stand_ins(
@@ -111,13 +97,13 @@ def make_stand_ins(
     first = blocks.index(stage.blocks[0])
     for index, name in enumerate(blocks):
         if name not in stage.blocks:
-            block = model.get_submodule(name)
-            stand_ins[name] = EarlierBlock(block, name, passing) if index < first else LaterBlock(block)
+            returns = passing.earlier_block if index < first else passing.later_block
+            stand_ins[name] = StandIn(name, returns, model.get_submodule(name))
     kept = [model.get_submodule(name) for name in (*stage.blocks, *stage.units)]
     held = {id(parameter) for module in kept for parameter in module.parameters()}
     for name in units:
         if name not in stage.units:
-            stand_ins[name] = stand_in = AbsentUnit(name, passing)
+            stand_ins[name] = stand_in = StandIn(name, passing.absent_unit)
             for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
                 if id(parameter) in held:  # tied to one of this stage: it keeps its first name
                     stand_in.register_parameter(key, parameter)
@@ -158,6 +144,20 @@ class StageForward(ReplacedForward):
                 self._outputs[name] = find_tensors(output)
 
         return note
+
+    def inputs(self) -> list[Tensor]:
+        """What the stage receives, on meta."""
+        if self.stage.is_first:
+            return []
+        hidden, *extras = self.passing.shapes()
+        return [hidden, *extras * (len(self.blocks) - len(self.stage.blocks))]
+
+    def outputs(self) -> list[Tensor]:
+        """What the stage sends, or the loss, on meta."""
+        if self.stage.is_last:
+            return [torch.empty((), device="meta")]
+        hidden, *extras = self.passing.shapes()
+        return [hidden, *extras * len(self.blocks)]
 
     def __call__(self, *received: Tensor, **batch: Any) -> Any:
         """Run the stage; inside, the model is called as it would be without a pipeline."""

@@ -65,15 +65,18 @@ def _watch_data() -> None:
 
 def _refuse_replaced(group: Any) -> None:
     """Raise where a module's parameter was replaced or taken away since it was sharded: FSDP2 would ignore that."""
-    for module, name in compat.places_of_other_parameters(group):
-        raise _not_the_sharded_one(module, name)
+    for record in compat.parameter_records([group]):
+        for module, name in compat.places_of(record):
+            if module._parameters.get(name) is not compat.sharded_parameter(record):
+                raise _not_the_sharded_one(module, name)
 
 
 def _check_adopted(record: Any) -> None:
     """Raise where FSDP2 could not take what is registered for the shard; `model.double()` gives it another dict."""
-    registered, shard = compat.registered_parameter(record), compat.sharded_parameter(record)
+    module, name = compat.places_of(record)[0]
+    registered, shard = module._parameters.get(name), compat.sharded_parameter(record)
     if not isinstance(registered, DTensor) or registered.shape != shard.shape:
-        raise _not_the_sharded_one(*compat.place_of(record))
+        raise _not_the_sharded_one(module, name)
     registered.__dict__[_MARK] = True
 
 

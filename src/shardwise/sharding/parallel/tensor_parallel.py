@@ -26,16 +26,15 @@ from shardwise import compat
 from shardwise.distributed.agreement import raise_together
 from shardwise.distributed.mesh import tensor_mesh
 from shardwise.errors import ShardError
-from shardwise.models.modes import evaluation_mode
+from shardwise.models.modes import trial_forward
 from shardwise.models.nested_tensors import find_tensors
-from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import ParallelModule
 from shardwise.planning.tensor import STYLES, VERIFY, tensor_splits
 from shardwise.planning.tracing import innermost_module
 from shardwise.sharding.blocks import ReplacedForward, compile_inside_recomputation, replace_innermost
-from shardwise.sharding.context_parallel import context_of
-from shardwise.sharding.expert_parallel import SelectingForward, divide_parameters
 from shardwise.sharding.inventory import fingerprint
+from shardwise.sharding.parallel.context_parallel import context_of
+from shardwise.sharding.parallel.expert_parallel import SelectingForward, divide_parameters
 
 _STATE = "_shardwise_tensor"  # in the module's own dict
 _SEQUENCE_DIM = 1
@@ -188,7 +187,7 @@ class Divided(ParallelStyle):
         """The input as a DTensor, in the form that the product needs."""
         given, wanted = self._input_layouts(args[0].ndim - 1)
         if self.state.run is not None and self.style == "rowwise" and given == wanted:
-            self.state.run.note_parts(module, args[0])
+            self.state.run.takers.append((module, args[0].grad_fn))
         taken = self.state.dtensor(args[0], given)
         return (taken if taken.placements == (wanted,) else taken.redistribute(placements=[wanted]), *args[1:])
 
@@ -201,7 +200,7 @@ class Divided(ParallelStyle):
             output = output.redistribute(placements=[wanted])
         given = output if self.keeps_dtensor and not self.state.is_whole else output.to_local()
         if self.state.run is not None and self.style == "colwise":
-            self.state.run.note_maker(given)
+            self.state.run.makers.append(given.grad_fn)
         elif self.state.run is not None and self.style.startswith("rowwise"):
             whole = output.redistribute(placements=[Replicate()]).to_local()
             self.state.run.note_output(self.state.run.names[module], whole)
@@ -328,29 +327,23 @@ class Run:
         self.names = {module: name for name, module in model.named_modules()}
         self.samples: list[tuple[str, Tensor]] = []
         """Module, and some elements of its whole output."""
-        self._takers: list[tuple[nn.Module, Any]] = []
-        self._makers: list[Any] = []
+        self.takers: list[tuple[nn.Module, Any]] = []
+        """Layers that take a part of the features, and the node that made it."""
+        self.makers: list[Any] = []
+        """Nodes of layers that give a part of the features."""
 
     def note_output(self, name: str, tensor: Tensor) -> None:
         """Keep some elements of what a module gives."""
         flat = tensor.detach().flatten()
         self.samples.append((name, flat[:: max(1, flat.numel() // _SAMPLES)]))
 
-    def note_maker(self, tensor: Tensor) -> None:
-        """A layer gives a part of the features."""
-        self._makers.append(tensor.grad_fn)
-
-    def note_parts(self, module: nn.Module, tensor: Tensor) -> None:
-        """A layer takes a part of the features."""
-        self._takers.append((module, tensor.grad_fn))
-
     def undivided_input(self) -> tuple[str, str] | None:
         """A layer, and a parameter on which its part of the features depends not through divided layers alone.
 
         Each rank would have a part of that parameter's gradient, and nobody would add the parts up.
         """
-        for module, last in self._takers:
-            pending, seen = [(last, 0)], {(maker, 0) for maker in (None, *self._makers)}
+        for module, last in self.takers:
+            pending, seen = [(last, 0)], {(maker, 0) for maker in (None, *self.makers)}
             while pending:
                 if (step := pending.pop()) in seen:
                     continue
@@ -382,20 +375,18 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
     Ranks:
         Collective. Two forwards.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     runs, error, records = [], None, torch.is_grad_enabled()
     try:
-        with evaluation_mode(module), torch.compiler.set_stance("force_eager"):
-            for state.is_whole in (True, False):
-                state.swap_numbers()
-                runs.append(run := Run(state.model))
-                state.run = run
-                with kept_random_state(), torch.set_grad_enabled(records and not state.is_whole):
-                    output = module(*args, **kwargs)
-                for tensor in find_tensors(output):
-                    is_plain = tensor.is_floating_point() and not isinstance(tensor, DTensor)
-                    if is_plain and 0 not in tensor.stride():  # not one number that stands for logits
-                        run.note_output("the model", tensor)
+        for state.is_whole in (True, False):
+            state.swap_numbers()
+            runs.append(run := Run(state.model))
+            state.run = run
+            with trial_forward(module), torch.set_grad_enabled(records and not state.is_whole):
+                output = module(*args, **kwargs)
+            for tensor in find_tensors(output):
+                is_plain = tensor.is_floating_point() and not isinstance(tensor, DTensor)
+                if is_plain and 0 not in tensor.stride():  # not one number that stands for logits
+                    run.note_output("the model", tensor)
         error = _difference(*runs)
     except RuntimeError as failure:
         if state.is_whole:
@@ -406,8 +397,6 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
         if state.is_whole:  # it failed with the numbers of all heads
             state.swap_numbers()
         state.run, state.is_whole = None, False
-        for buffer, value in buffers:
-            buffer.copy_(value)
     raise_together(error, group=state.mesh)
 
 
@@ -455,7 +444,9 @@ def different_inputs(state: TensorParallel) -> ShardError | None:
     if state.digest is None:
         return None
     draws = any(isinstance(module, nn.Dropout) and module.p and module.training for module in state.model.modules())
-    numbers = torch.stack([state.digest, _random_digest(state.axis) if draws else torch.zeros_like(state.digest)])
+    device = state.digest.device
+    random = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+    numbers = torch.stack([state.digest, fingerprint(random).to(device) if draws else torch.zeros_like(state.digest)])
     extremes = torch.cat([numbers, ~numbers])  # ~n is smallest where n is largest
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=state.axis.get_group())
     largest, smallest = extremes[:2].tolist(), (~extremes[2:]).tolist()
@@ -470,9 +461,3 @@ def different_inputs(state: TensorParallel) -> ShardError | None:
         fix="give each rank the samples of data_parallel_rank(mesh), from shardwise.distributed.mesh, and seed it with "
         "that number, as shardwise train does",
     )
-
-
-def _random_digest(axis: DeviceMesh) -> Tensor:
-    device = torch.device(axis.device_type)
-    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-    return fingerprint(state).to(device)

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
 from shardwise.models.nested_tensors import CastArguments, cast_floating, change_tensors, find_tensors
-from shardwise.sharding.error_notes import annotate
-from shardwise.sharding.graph_calls import GroupCall, graph_calls
-from shardwise.sharding.outside import OutsideUse
-from shardwise.sharding.parameter_writes import LocalValue, is_of_group, keep_assigned
+from shardwise.sharding.hooks.error_notes import annotate
+from shardwise.sharding.hooks.graph_calls import GroupCall, graph_calls
+from shardwise.sharding.hooks.outside import OutsideUse
+from shardwise.sharding.hooks.parameter_writes import LocalValue, is_of_group, keep_assigned
 from shardwise.sharding.registry import recover
 
 
@@ -29,10 +29,6 @@ class Casts:
 
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
-
-    def output(self, output: Any) -> Any:
-        """What comes out, in the group's output dtype."""
-        return output if self.output_dtype is None else cast_floating(output, self.output_dtype)
 
 
 class CallOfGroup:
@@ -93,7 +89,7 @@ class CallOfGroup:
         self._arguments.write_back()
         graph_calls().close(self._graph_call, ())  # no hooks were asked for
         self._graph_call = None
-        return self.casts.output(output)
+        return output if self.casts.output_dtype is None else cast_floating(output, self.casts.output_dtype)
 
     def fail(self) -> None:
         """End after an exception."""

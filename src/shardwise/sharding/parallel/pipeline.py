@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,32 +23,21 @@ from shardwise.config.schema import ROOT_PATTERN, ExpertConfig, Float8Config, Pi
 from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, raise_together, run_on_all
 from shardwise.distributed.mesh import axis_sizes, default_mesh, gradient_mesh, model_mesh, sub_mesh
 from shardwise.errors import ConfigError
-from shardwise.models.modes import evaluation_mode
+from shardwise.models.modes import trial_forward
 from shardwise.models.nested_tensors import change_tensors, find_tensors
-from shardwise.models.random_state import kept_random_state
 from shardwise.planning.groups import is_explicit, name_matcher, outermost_blocks
 from shardwise.planning.plan import ParallelModule, Plan
 from shardwise.planning.planner import device_capability, make_plan, plan
 from shardwise.planning.stages import StagePlan, not_a_sequence, plan_stages, refuse_tensor_axis
 from shardwise.sharding.apply import shard
-from shardwise.sharding.context_parallel import context_of
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor
-from shardwise.sharding.pipeline_stage import Loss, Passing, StageForward, copy_with, make_stand_ins
+from shardwise.sharding.parallel.context_parallel import context_of
+from shardwise.sharding.parallel.pipeline_stage import Loss, Passing, StageForward, copy_with, make_stand_ins
 from shardwise.sharding.registry import PipelineRanks, describe, sharded_state
 
 Batch = Mapping[str, Tensor]
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Part:
-    """One stage on this rank."""
-
-    stage: StagePlan
-    model: nn.Module
-    passing: Passing
-    forward: StageForward
 
 
 class Pipeline:
@@ -62,7 +52,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, parts: list[Part], model: nn.Module, mesh: DeviceMesh, config: PipelineConfig, ties: list[tuple[str, int]]
+        self,
+        parts: list[StageForward],
+        model: nn.Module,
+        mesh: DeviceMesh,
+        config: PipelineConfig,
+        ties: list[tuple[str, int]],
     ) -> None:
         self.parts, self.model, self.mesh, self.config = parts, model, mesh, config
         axis = sub_mesh(mesh, ("pipeline",))
@@ -139,7 +134,7 @@ class Pipeline:
         """
         self._prepare(batch)
         for part in self.parts:
-            part.forward.scale, part.forward.num_tokens = scale, []
+            part.scale, part.num_tokens = scale, []
         losses: list[Tensor] = []
         target = torch.zeros(self.num_microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **batch)
@@ -167,15 +162,15 @@ class Pipeline:
         Ranks:
             Collective. The same on every rank of a pipeline, in CPU memory.
         """
-        before = self.parts[0].forward.loss
+        before = self.parts[0].loss
         for part in self.parts:
-            part.forward.loss = function
+            part.loss = function
         try:
             self._prepare(batch, 1)
             made = self._forward([dict(batch)])
         finally:
             for part in self.parts:
-                part.forward.loss = before
+                part.loss = before
         told = gather_objects(made[0].cpu() if made else None, group=self.group)
         return next(each for each in told if each is not None)
 
@@ -184,10 +179,10 @@ class Pipeline:
         made: list[Tensor] = []
         sends: list[tuple[dist.Work | None, Tensor]] = []
         for part in self.parts:
-            part.forward.scale, part.forward.num_tokens = 1.0, []
+            part.scale, part.num_tokens = 1.0, []
             index = part.stage.index
             for rows in micro:
-                received = [torch.empty_like(shape, device=self.device) for shape in self._inputs(part)]
+                received = [torch.empty_like(shape, device=self.device) for shape in part.inputs()]
                 for tensor in received:
                     dist.recv(tensor, group=self.group, group_src=(index - 1) % self.num_ranks)
                 sent = part.model(*received, **rows)
@@ -209,24 +204,9 @@ class Pipeline:
         both = torch.zeros(2, device=self.device)
         if losses:
             both[0] = torch.stack(losses).sum()
-            both[1] = torch.stack([each.to(both) for each in self.parts[-1].forward.num_tokens]).sum()
+            both[1] = torch.stack([each.to(both) for each in self.parts[-1].num_tokens]).sum()
         dist.all_reduce(both, group=self.group)
         return both[0], both[1]
-
-    def _inputs(self, part: Part) -> list[Tensor]:
-        """What a stage receives, on meta."""
-        if part.stage.is_first:
-            return []
-        num_earlier = len(part.forward.blocks) - len(part.stage.blocks)
-        hidden, *extras = part.passing.shapes()
-        return [hidden, *extras * num_earlier]
-
-    def _outputs(self, part: Part) -> list[Tensor]:
-        """What a stage sends, or the loss, on meta."""
-        if part.stage.is_last:
-            return [torch.empty((), device="meta")]
-        hidden, *extras = part.passing.shapes()
-        return [hidden, *extras * len(part.forward.blocks)]
 
     def _prepare(self, batch: Batch, count: int | None = None) -> None:
         """Learn from the first batch of a shape what goes between stages; make the schedule for it.
@@ -239,31 +219,26 @@ class Pipeline:
             Collective.
         """
         num_rows, *rest = next(iter(batch.values())).shape
-        if not self._is_new(shape := (count, num_rows, *rest)):
+        shape = (count, num_rows, *rest)
+        is_new = torch.tensor(int(shape != self._shape), device=flag_device(self.group))
+        for axis in range(self.mesh.ndim):  # on any rank
+            dist.all_reduce(is_new, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        if not is_new:
             return
         is_step = count is None
         count = count or run_on_all(lambda: num_microbatches(self.config, self.num_ranks, num_rows), self.mesh)
         agree_on(str(count), "the number of micro-batches", fix="give every rank as many rows", group=self.mesh)
         self.num_microbatches = count
         rows = _split(batch, count)[0]
-        described = self._on_own_ranks(lambda: _observe(self.parts[0], rows) if self.parts[0].stage.is_first else None)
+        first = self.parts[0]
+        described = self._on_own_ranks(lambda: _look_at(first, rows, []) if first.stage.is_first else None)
         told = next(each for each in gather_objects(described, group=self.group) if each is not None)
         for part in self.parts:
             part.passing.block_output, part.passing.unit_outputs = told
-        self._on_own_ranks(lambda: [_check_chain(part, rows, self._received(part)) for part in self.parts])
+        others = [part for part in self.parts if not part.stage.is_first]
+        self._on_own_ranks(lambda: [_look_at(part, rows, self._received(part)) for part in others])
         self._send_tied_parameters()
         self._schedule, self._shape = self._make_schedule() if is_step else None, shape
-
-    def _is_new(self, shape: tuple[int | None, ...]) -> bool:
-        """Whether a batch of any rank has another shape than the last one.
-
-        Ranks:
-            Collective.
-        """
-        is_new = torch.tensor(int(shape != self._shape), device=flag_device(self.group))
-        for axis in range(self.mesh.ndim):
-            dist.all_reduce(is_new, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-        return bool(is_new)
 
     def _on_own_ranks(self, work: Callable[[], T]) -> T | None:
         """Run what communicates within a stage; if it fails on one, raise on all ranks."""
@@ -275,10 +250,10 @@ class Pipeline:
         raise_together(error, group=self.mesh)
         return made
 
-    def _received(self, part: Part) -> list[Tensor]:
+    def _received(self, part: StageForward) -> list[Tensor]:
         """Random numbers in place of what a stage receives; others on each rank, as parts of one sequence are."""
         generator = torch.Generator().manual_seed(self.mesh.get_rank())
-        shapes = self._inputs(part)
+        shapes = part.inputs()
         return [torch.randn(each.shape, generator=generator).to(each.dtype).to(self.device) for each in shapes]
 
     def _make_schedule(self) -> Any:
@@ -288,8 +263,8 @@ class Pipeline:
                 part.stage.index,
                 self.num_stages,
                 self.device,
-                input_args=tuple(each.requires_grad_() for each in self._inputs(part)),
-                output_args=tuple(each.requires_grad_() for each in self._outputs(part)),
+                input_args=tuple(each.requires_grad_() for each in part.inputs()),
+                output_args=tuple(each.requires_grad_() for each in part.outputs()),
                 group=self.group,
             )
             for part in self.parts
@@ -370,69 +345,45 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
     return chosen
 
 
-def _observe(part: Part, rows: Batch) -> tuple[Any, dict[str, Any]]:
-    """What the first stage's blocks, and the modules before them, return; run without gradients.
+@torch.no_grad()
+def _look_at(part: StageForward, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Run a stage once, and leave no trace; what its first block, and the modules outside of blocks, return, on meta.
 
     Raises:
-        PlanError: A block returns no hidden states.
-
-    Ranks:
-        Collective over the ranks of the first stage.
-    """
-    outputs: dict[str, Any] = {}
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda module, args, output: outputs.update({name: _on_meta(output)})
-
-    with ExitStack() as stack:
-        for name in (*part.stage.units, *part.stage.blocks):
-            stack.callback(part.model.get_submodule(name).register_forward_hook(note(name)).remove)
-        _run_once(part, rows, [])
-    returned = [outputs[name] for name in part.stage.blocks]
-    tensors = find_tensors(returned[0])
-    if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
-        raise not_a_sequence(part.stage.blocks[0], "returns no hidden states, or tensors that have no gradients")
-    return returned[0], {name: outputs[name] for name in part.stage.units if name in outputs}
-
-
-def _check_chain(part: Part, rows: Batch, received: list[Tensor]) -> None:
-    """Raise unless each block of a stage gets the hidden states of the one before as they are.
+        PlanError: A block returns no hidden states, or does not get those of the block before as they are.
 
     Ranks:
         Collective over the ranks of the stage.
     """
-    before: list[Tensor] = []
+    outputs: dict[str, Any] = {}
+    hidden: list[Tensor] = []
 
-    def check(name: str) -> Callable[..., None]:
-        def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
-            hidden = part.passing.hidden if name == part.stage.blocks[0] else before[-1]
-            if hidden is not None and not any(each is hidden for each in find_tensors((args, kwargs))):
-                raise not_a_sequence(name, "does not get the hidden states of the block before as they are")
+    def enter(name: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        expected = part.passing.hidden if name == part.stage.blocks[0] else hidden[-1]
+        if expected is not None and not any(each is expected for each in find_tensors((args, kwargs))):
+            raise not_a_sequence(name, "does not get the hidden states of the block before as they are")
 
-        return enter
+    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs[name] = change_tensors(
+            output, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        )
+        if name in part.stage.blocks:
+            tensors = find_tensors(output)
+            if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
+                raise not_a_sequence(name, "returns no hidden states, or tensors that have no gradients")
+            hidden.append(tensors[0])
 
     with ExitStack() as stack:
-        for name in part.stage.blocks:
-            block = part.model.get_submodule(name)
-            stack.callback(block.register_forward_pre_hook(check(name), prepend=True, with_kwargs=True).remove)
-            hook = block.register_forward_hook(lambda module, args, output: before.append(find_tensors(output)[0]))
-            stack.callback(hook.remove)
-        _run_once(part, rows, received)
-
-
-@torch.no_grad()
-def _run_once(part: Part, rows: Batch, received: list[Tensor]) -> None:
-    """Run a stage to look at it, and leave no trace."""
-    buffers = [(buffer, buffer.clone()) for buffer in part.model.buffers()]
-    with evaluation_mode(part.model), kept_random_state():
-        part.model(*received, **rows)
+        for name in (*part.stage.units, *part.stage.blocks):
+            module = part.model.get_submodule(name)
+            if name in part.stage.blocks:
+                hook = module.register_forward_pre_hook(partial(enter, name), prepend=True, with_kwargs=True)
+                stack.callback(hook.remove)
+            stack.callback(module.register_forward_hook(partial(leave, name)).remove)
+        with trial_forward(part.model):
+            part.model(*received, **rows)
     reshard(part.model)
-    for buffer, value in buffers:
-        buffer.copy_(value)
-
-
-def _on_meta(value: Any) -> Any:
-    return change_tensors(value, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    return outputs[part.stage.blocks[0]], {name: outputs[name] for name in part.stage.units if name in outputs}
 
 
 def pipeline(
@@ -473,7 +424,7 @@ def pipeline(
     blocks = [name for stage in stages for name in stage.blocks]
     units = [name for stage in stages for name in stage.units]
     ties = find_ties(model, stages)
-    parts: list[Part] = []
+    parts: list[StageForward] = []
     present: dict[str, nn.Module] = {}
     mine = stages[rank::num_ranks]
     passing = {stage: Passing() for stage in mine}
@@ -489,8 +440,8 @@ def pipeline(
         if (context := context_of(part)) is not None:
             context.passing = passing[stage]
         upto = blocks[: blocks.index(stage.blocks[-1]) + 1]
-        forward = part.forward = StageForward(part, stage, passing[stage], loss, upto)
-        parts.append(Part(stage, part, passing[stage], forward))
+        part.forward = StageForward(part, stage, passing[stage], loss, upto)
+        parts.append(part.forward)
         tied = {name: each for name, each in stand_ins[stage].items() if next(each.parameters(), None) is not None}
         present = stand_ins[stage] | present | tied | kept[stage]
     peers = [

@@ -12,7 +12,7 @@ import bisect
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.errors import ShardError
+from shardwise.sharding.hooks.outside import OutsideUse, WholeValue, end_outside_use
+from shardwise.sharding.hooks.parameter_writes import is_of_group
 from shardwise.sharding.inventory import class_name
-from shardwise.sharding.outside import OutsideUse, WholeValue, end_outside_use
-from shardwise.sharding.parameter_writes import is_of_group
 
 _MOST_CALLS = 2**18
 _MOST_FINISHED_CALLS = 2**12
@@ -141,9 +141,21 @@ class GraphCalls:
             return False
         self._roots = [edge.grad_fn if isinstance(edge, torch.Tensor) else edge.node for edge in outputs]
         if self._open and accumulates:
-            _refuse_backward_inside(self._open)
+            raise _refused(
+                "backward() inside the forward of a sharded model",
+                self._open,
+                why="a backward ends by resharding the whole model, which the forward still needs",
+                fix="return the losses, and call backward() on their sum after the forward; in it, "
+                "torch.autograd.grad(loss, activations) works",
+            )
         if any(isinstance(each, torch.Tensor) and is_of_group(each) for each in inputs) and (met := self._calls_met()):
-            _refuse_gradients_of_parameters(met)
+            raise _refused(
+                "gradients of chosen parameters of a sharded model",
+                met,
+                why="backward computes gradients of unsharded parameters, which exist for its time only, and reduces "
+                "them into the `.grad` of the sharded ones",
+                fix="loss.backward(), then parameter.grad; by inputs or activations torch.autograd.grad works",
+            )
         if any(isinstance(output, DTensor) for output in outputs):
             self._hand_on_plain_gradients()
         self._is_followed = False
@@ -151,7 +163,14 @@ class GraphCalls:
             self._follow()
         if create_graph:
             if (met := self._calls_met()) and accumulates:
-                _refuse_create_graph(met)
+                raise _refused(
+                    "backward(create_graph=True) of a sharded model",
+                    met,
+                    why="gradients are reduced over the ranks into shards, which leaves no graph to differentiate "
+                    "again",
+                    fix="differentiate by inputs or activations, torch.autograd.grad(output, inputs, "
+                    "create_graph=True), and call backward() of the loss that uses the result",
+                )
             self._recorded.append(RecordedBackward(met))
         elif self._recorded and any(recorded.made(node) for node in self._nodes() for recorded in self._recorded):
             self._ends_recorded = True
@@ -238,50 +257,51 @@ class GraphCalls:
                 plain = [child for child in children if not spread[child]]
                 spread[node] = len(plain) < len(children) and not isinstance(node, WholeValue._backward_cls)
                 if spread[node] and plain and node.name() not in _ADDS:
-                    _refuse_product(node)
+                    raise ShardError(
+                        f"a term over sharded parameters was combined with what the model returned ({node.name()})",
+                        where="the loss",
+                        why="the term was computed before the forward, as a DTensor: it can be added to a loss, but in "
+                        "a product this rank's value counts for all ranks",
+                        fix="compute the term after the forward, or in it",
+                    )
                 for child in plain if spread[node] else ():
                     child.register_prehook(_plain_gradients)
+
+    def _calls_before(self, number: int) -> Iterator[GroupCall]:
+        """The last call that had begun when a node was made, and those around it, innermost first."""
+        position = bisect.bisect_right(self.calls, number, key=lambda call: call.since) - 1
+        call = self.calls[position] if position >= 0 else None
+        while call is not None:
+            yield call
+            call = call.parent
 
     def _is_in_call(self, node: Any) -> bool:
         """Whether a call made the node; those inside it are of no interest."""
         number = compat.sequence_number_of(node)
-        position = bisect.bisect_right(self.calls, number, key=lambda call: call.since) - 1
-        call = self.calls[position] if position >= 0 else None
-        while call is not None and number >= call.until:
-            call = call.parent
-        return call is not None
+        return any(number < call.until for call in self._calls_before(number))
 
     def _calls_met(self) -> list[GroupCall]:
         """The calls that made nodes of this backward, and the calls around them."""
-        starts = [call.since for call in self.calls]
-        met: dict[GroupCall, None] = {}
-        for number in map(compat.sequence_number_of, self._nodes()):
-            position = bisect.bisect_right(starts, number) - 1
-            call = self.calls[position] if position >= 0 else None
-            while call is not None:
-                if number < call.until or call in self._open:
-                    met[call] = None
-                call = call.parent
-        return list(met)
+        numbers = map(compat.sequence_number_of, self._nodes())
+        met = ((number, call) for number in numbers for call in self._calls_before(number))
+        return list(dict.fromkeys(call for number, call in met if number < call.until or call in self._open))
 
     def _follow(self) -> None:
         """Hook every node by which this backward enters a call, unless the hook of an output is there."""
         if self._is_followed:
             return
         self._is_followed = True
-        starts = [call.since for call in self.calls]
         hooked: set[tuple[Any, GroupCall]] = set()
         seen, todo = set(), [(node, -1) for node in self._roots if node is not None]
         while todo:
             node, consumer = todo.pop()
             number = compat.sequence_number_of(node)
-            position = bisect.bisect_right(starts, number) - 1
-            call = self.calls[position] if position >= 0 else None
-            while call is not None and not call.since <= consumer < call.until:
+            for call in self._calls_before(number):
+                if call.since <= consumer < call.until:
+                    break
                 if number < call.until and number not in call.outputs and (node, call) not in hooked:
                     hooked.add((node, call))
                     node.register_prehook(call.unshard)
-                call = call.parent
             if node not in seen:
                 seen.add(node)
                 todo += [(child, number) for child, _ in node.next_functions if child is not None]
@@ -290,64 +310,22 @@ class GraphCalls:
 _ADDS = ("AddBackward0", "SubBackward0", "RsubBackward1", "StackBackward0", "CatBackward0")
 
 
-def _refuse_product(node: Any) -> None:
-    raise ShardError(
-        f"a term over sharded parameters was combined with what the model returned ({node.name()})",
-        where="the loss",
-        why="the term was computed before the forward, as a DTensor: it can be added to a loss, but in a product this "
-        "rank's value counts for all ranks",
-        fix="compute the term after the forward, or in it",
-    )
-
-
 def _plain_gradients(gradients: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(each.full_tensor() if isinstance(each, DTensor) else each for each in gradients)
 
 
-def _refuse_gradients_of_parameters(calls: Iterable[GroupCall]) -> None:
-    raise ShardError(
-        "gradients of chosen parameters of a sharded model",
-        where=_first_module(calls),
-        why="backward computes gradients of unsharded parameters, which exist for its time only, and reduces them into "
-        "the `.grad` of the sharded ones",
-        fix="loss.backward(), then parameter.grad; by inputs or activations torch.autograd.grad works",
-    )
+def _refused(what: str, calls: Iterable[GroupCall], *, why: str, fix: str) -> ShardError:
+    modules = (module for call in calls if (module := call.module()) is not None)
+    return ShardError(what, where=next(map(class_name, modules), ""), why=why, fix=fix)
 
 
-def _first_module(calls: Iterable[GroupCall]) -> str:
-    return next((class_name(module) for call in calls if (module := call.module()) is not None), "")
-
-
-def _refuse_backward_inside(calls: Iterable[GroupCall]) -> None:
-    raise ShardError(
-        "backward() inside the forward of a sharded model",
-        where=_first_module(calls),
-        why="a backward ends by resharding the whole model, which the forward still needs",
-        fix="return the losses, and call backward() on their sum after the forward; in it, "
-        "torch.autograd.grad(loss, activations) works",
-    )
-
-
-def _refuse_create_graph(calls: Iterable[GroupCall]) -> None:
-    raise ShardError(
-        "backward(create_graph=True) of a sharded model",
-        where=_first_module(calls),
-        why="gradients are reduced over the ranks into shards, which leaves no graph to differentiate again",
-        fix="differentiate by inputs or activations, torch.autograd.grad(output, inputs, create_graph=True), and call "
-        "backward() of the loss that uses the result",
-    )
-
-
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.calls = GraphCalls()
-
-
-_OF_THREAD = _OfThread()
+_OF_THREAD = threading.local()
 
 
 def graph_calls() -> GraphCalls:
     """The calls of this thread."""
+    if not hasattr(_OF_THREAD, "calls"):
+        _OF_THREAD.calls = GraphCalls()
     return _OF_THREAD.calls
 
 

@@ -103,7 +103,10 @@ class DispatchingForward:
         parameters = {name: each for name, each in self.module._parameters.items() if isinstance(each, DTensor)}
         try:
             for name, parameter in parameters.items():  # hides the parameter, which stays registered
-                attributes[name] = _ScaledGradient.apply(parameter.to_local(), gradient_scale)
+                attributes[name] = local = parameter.to_local()
+                if local.requires_grad and gradient_scale != 1:
+                    # FSDP2 averages over fewer ranks: an expert's gradient holds the tokens of all ranks of the axis.
+                    local.register_hook(lambda gradient: gradient * gradient_scale)
             attributes["num_experts"] = num_experts
             yield
         finally:
@@ -142,19 +145,6 @@ class SelectingForward(DispatchingForward):
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False).to_local(
             grad_placements=[Partial()]
         )
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """What FSDP2's average over fewer ranks lacks: an expert's gradient holds the tokens of all ranks of the axis."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
-        return gradient * ctx.factor, None
 
 
 class _Exchange(torch.autograd.Function):

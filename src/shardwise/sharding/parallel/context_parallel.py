@@ -22,13 +22,17 @@ from shardwise import compat
 from shardwise.distributed.agreement import gather_objects, raise_together
 from shardwise.distributed.mesh import sub_mesh
 from shardwise.errors import ShardError
-from shardwise.models.modes import evaluation_mode
+from shardwise.models.modes import trial_forward
 from shardwise.models.nested_tensors import change_tensors, find_tensors
-from shardwise.models.random_state import kept_random_state
 from shardwise.planning.plan import ParallelModule
 from shardwise.sharding.blocks import ReplacedForward, replace_innermost, replacements
-from shardwise.sharding.context_attention import SequenceLayout, WholeSequenceAttention, WrongAttention, tokens_of
-from shardwise.sharding.pipeline_stage import Passing, StageEnd
+from shardwise.sharding.parallel.context_attention import (
+    SequenceLayout,
+    WholeSequenceAttention,
+    WrongAttention,
+    tokens_of,
+)
+from shardwise.sharding.parallel.pipeline_stage import Passing, StageEnd
 
 _STATE = "_shardwise_context"  # in the module's own dict
 
@@ -73,13 +77,9 @@ class ContextParallel:
     def arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """The arguments of a call by name."""
         bound = self.signature.bind_partial(*args, **kwargs)
-        rest = bound.arguments.pop(_rest_name(self.signature), {})
+        names = {p.kind: name for name, p in self.signature.parameters.items()}
+        rest = bound.arguments.pop(names.get(inspect.Parameter.VAR_KEYWORD, ""), {})
         return {**bound.arguments, **rest}
-
-
-def _rest_name(signature: inspect.Signature) -> str:
-    kinds = {p.kind: name for name, p in signature.parameters.items()}
-    return kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
 
 def apply_context_parallel(model: nn.Module, planned: Sequence[ParallelModule], mesh: DeviceMesh) -> None:
@@ -351,11 +351,7 @@ def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[s
     raise_together(_wrong_parts(state, given), group=state.mesh)
     whole = {name: _prefix(state, value, length, prefix) for name, value in given.items()}
     comparison = Comparison(layout.positions(prefix, tokens_of(whole).device), prefix, size)
-    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
-    with ExitStack() as stack:
-        stack.enter_context(evaluation_mode(state.model))
-        stack.enter_context(kept_random_state())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with trial_forward(state.model), ExitStack() as stack:
         for name, block in state.blocks.items():
             before = functools.partial(comparison.before, name)
             stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -370,12 +366,19 @@ def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[s
             passing.hidden = comparison.rows(passing.hidden)
         with suppress(StageEnd):
             forward(**change_tensors(whole, comparison.rows))
-    for buffer, value in buffers:
-        buffer.copy_(value)
     found = gather_objects(comparison.num_different, group=state.group)
     totals = {name: sum(each[name] for each in found) for name in found[0]}
     wrong = next((name for name, count in totals.items() if 2 * count >= layout.num_chunks - 1), None)
-    raise_together(None if wrong is None else _mixes_positions(state, wrong), group=state.mesh)
+    error = None
+    if wrong is not None:
+        error = ShardError(
+            f"{wrong} ({type(state.blocks[wrong]).__name__}) gives another result with context parallelism",
+            where=wrong,
+            why="it mixes positions by something that is not scaled_dot_product_attention (a convolution, a "
+            "recurrence, attention written out as matrix products), and sees this rank's part of the sequence only",
+            fix="use attention by scaled_dot_product_attention, or set mesh.context = 1",
+        )
+    raise_together(error, group=state.mesh)
 
 
 def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError | None:
@@ -465,13 +468,3 @@ class Comparison:
     def _hidden(self, value: Any, length: int) -> Tensor:
         tensors = find_tensors(value)
         return next(t for t in tensors if t.is_floating_point() and t.ndim >= 3 and t.shape[1] == length)
-
-
-def _mixes_positions(state: ContextParallel, name: str) -> ShardError:
-    return ShardError(
-        f"{name} ({type(state.blocks[name]).__name__}) gives another result with context parallelism",
-        where=name,
-        why="it mixes positions by something that is not scaled_dot_product_attention (a convolution, a recurrence, "
-        "attention written out as matrix products), and sees this rank's part of the sequence only",
-        fix="use attention by scaled_dot_product_attention, or set mesh.context = 1",
-    )

@@ -185,12 +185,6 @@ class WholeSequenceAttention:
         keys, values = self.gather_keys(query, key, value, attn_mask)
         if attn_mask is not None or not is_causal:
             return _PLAIN_ATTENTION(query, keys, values, attn_mask, dropout_p, **options)
-        return self.attend_causally(query, keys, values, dropout_p, **options)
-
-    def attend_causally(
-        self, query: Tensor, keys: Tensor, values: Tensor, dropout_p: float = 0.0, **options: Any
-    ) -> Tensor:
-        """Causal attention of this rank's queries, by their positions in the sequence."""
         if not dropout_p and compat.can_compile(query.device):
             return _PLAIN_BLOCK_SPARSE(query, keys, values, self.causal_mask(query), options.get("scale"))
         chunks = self.layout.chunks()

@@ -1,0 +1,179 @@
+"""Writes to a part of a sharded parameter: `weight[2] = 0`, `weight[3:5].mul_(2)`, `weight.index_fill_(...)`.
+
+Where a view cuts across the ranks' parts, torch answers with a copy, and what is written to it is lost silently; other
+writes it refuses. Here such a copy knows what it is a view of: it is written on the whole value, and every rank keeps
+its part. All ranks must write the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise import compat
+from shardwise.models.nested_tensors import change_tensors, find_tensors
+from shardwise.sharding.hooks.parameter_writes import is_watched
+from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
+
+_aten: Any = torch.ops.aten
+_VIEWS = (
+    _aten.detach.default, _aten.alias.default, _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor,
+    _aten.split_with_sizes.default, _aten.unbind.int, _aten.view.default, _aten.diagonal.default, _aten.transpose.int,
+    _aten.t.default, _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim,
+    _aten.unfold.default, _aten.as_strided.default,
+)  # fmt: skip
+_WRITES = (
+    _aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.index_copy_.default, _aten.index_add_.default,
+    _aten.renorm_.default, _aten.scatter_.value, _aten.scatter_.src,
+    _aten.masked_scatter_.default, _aten.fill_.Tensor,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Which parameter a tensor is a view of, and the views that lead to it."""
+
+    parameter: DTensor
+    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same view of the whole value."""
+        for view in self.views:
+            whole = view(whole)
+        return whole
+
+
+_ORIGINS: dict[int, tuple[weakref.ref[DTensor], Origin]] = {}
+"""By identity, not as attributes, which torch would save with a state dict."""
+
+
+class ShardView(DTensor):
+    """A copy of a part of a sharded parameter, which stands for that part where it is written to."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Write to the parameter; look at a part of the part; read as any DTensor, or whole beside plain tensors."""
+        kwargs = kwargs or {}
+        tensors = find_tensors((args, kwargs))
+        if func._schema.is_mutable and args and isinstance(args[0], ShardView):
+            return _write(func, args, kwargs)
+        if func in _VIEWS:
+            return _view(func, args, kwargs, lambda: _as_dtensor(args[0], lambda: func(*args, **kwargs)))
+        if not all(isinstance(tensor, DTensor) for tensor in tensors):
+            return func(*change_tensors(args, _whole), **change_tensors(kwargs, _whole))
+        views = [tensor for tensor in tensors if type(tensor) is ShardView]
+        for view in views:
+            view.__class__ = DTensor  # pyrefly: ignore[bad-argument-type]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for view in views:
+                view.__class__ = ShardView
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Be saved as a DTensor."""
+        return _as_dtensor(self, lambda: self.__reduce_ex__(proto))
+
+
+def watch_views() -> None:
+    """Let views of sharded parameters be written to, in this process, from now on."""
+    for operator in _VIEWS:
+        compat.answer_operator(
+            operator, lambda plain, args, kwargs, operator=operator: _view(operator, args, kwargs, plain)
+        )
+    for operator in _WRITES:
+        compat.answer_operator(
+            operator, lambda plain, args, kwargs, operator=operator: write_whole(operator, args, kwargs, plain)
+        )
+
+
+def write_whole(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
+    """Write in place as torch does, or where it cannot, on the whole value.
+
+    Ranks:
+        Collective where torch cannot.
+    """
+    if all(isinstance(tensor, DTensor) for tensor in find_tensors((args, kwargs))):
+        try:
+            return plain()
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise  # the others do not gather
+    return _write(operator, args, kwargs)
+
+
+def _write(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Do it on the whole value of the parameter; keep this rank's part of the result."""
+    written = args[0]
+    origin = _origin_of(written) or Origin(written)
+    whole = full_tensor(origin.parameter)
+    part = origin.of(whole)
+    operator(part, *change_tensors(args[1:], _whole), **change_tensors(kwargs, _whole))
+    for tensor, value in ((origin.parameter, whole), (written, part)):
+        local_tensor(tensor).copy_(local_part(value, tensor))
+    return written
+
+
+def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
+    """View as torch does; note of what, where it can be written to."""
+    source = args[0]
+    origin = Origin(source) if is_watched(source) else _origin_of(source)
+    if origin is None or source.is_meta or (torch.is_grad_enabled() and source.requires_grad):
+        return plain()
+    try:
+        made = plain()
+    except (RuntimeError, NotImplementedError):
+        made = _of_whole(operator, args, kwargs)
+    for index, tensor in enumerate(results := made if isinstance(made, (list, tuple)) else [made]):
+
+        def view(whole: torch.Tensor, index: int | None = index if results is made else None) -> torch.Tensor:
+            seen = operator(whole, *args[1:], **kwargs)
+            return seen if index is None else seen[index]
+
+        key = id(tensor)
+        _ORIGINS[key] = (
+            weakref.ref(tensor, lambda _, key=key: _ORIGINS.pop(key, None)),
+            Origin(origin.parameter, (*origin.views, view)),
+        )
+        if type(source) is ShardView or _memory(tensor) != _memory(source):
+            tensor.__class__ = ShardView
+    return made
+
+
+def _origin_of(tensor: torch.Tensor) -> Origin | None:
+    reference, origin = _ORIGINS.get(id(tensor), (None, None))
+    return origin if reference is not None and reference() is tensor else None
+
+
+def _of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
+    whole, mesh = _whole(args[0]), args[0].device_mesh
+    return change_tensors(
+        operator(whole, *args[1:], **kwargs),
+        lambda tensor: DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False),
+    )
+
+
+def _memory(tensor: DTensor) -> int:
+    return compat.storage_id(local_tensor(tensor))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return _as_dtensor(tensor, lambda: full_tensor(tensor))
+
+
+def _as_dtensor(tensor: Any, function: Callable[[], Any]) -> Any:
+    """Call a function while `tensor` is a DTensor like others."""
+    kind, tensor.__class__ = tensor.__class__, DTensor
+    try:
+        return function()
+    finally:
+        tensor.__class__ = kind
