@@ -50,11 +50,6 @@ def is_wrapped(value: ObjectRef) -> bool:
     return FSDP1 in value.origins and not value.path
 
 
-def name_on_self(node: ast.AST) -> str:
-    """The name of `self.name`; empty for anything else."""
-    return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" else ""
-
-
 class Sharded(Evaluator):
     """The values of one file's expressions, and what is asked about them."""
 

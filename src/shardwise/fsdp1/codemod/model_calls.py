@@ -8,7 +8,7 @@ import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, assemble
-from shardwise.fsdp1.codemod.flow import Holds, flow_of, name_on_self
+from shardwise.fsdp1.codemod.flow import Holds, flow_of
 from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
 from shardwise.source.syntax import (
     FSDP1,
