@@ -12,7 +12,7 @@ import bisect
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.errors import ShardError
-from shardwise.sharding.hooks.outside import OutsideUse, WholeValue, end_outside_use
+from shardwise.sharding.hooks.outside import WholeValue, end_outside_use
 from shardwise.sharding.hooks.parameter_writes import is_of_group
 from shardwise.sharding.inventory import class_name
 
@@ -332,7 +332,7 @@ def graph_calls() -> GraphCalls:
 @functools.cache
 def watch_backward() -> None:
     """Look at every backward of this process before it runs."""
-    ended: list[OutsideUse] = []
+    ended: list[Callable[[], None]] = []
     is_followed = False
 
     def before(outputs: Sequence[Any], inputs: Sequence[Any], create_graph: bool, accumulates: bool) -> bool:
@@ -347,6 +347,6 @@ def watch_backward() -> None:
         if is_followed:
             graph_calls().after_backward()
         while ended:
-            ended.pop().begin_again()
+            ended.pop()()
 
     compat.watch_backward(before, after)

@@ -184,12 +184,13 @@ class OutsideUse:
                     compat.wait_and_reshard(group)
 
 
-def end_outside_use() -> list[OutsideUse]:
-    """End it for all models; returns those."""
+def end_outside_use() -> list[Callable[[], None]]:
+    """End it for all models; returns what begins it again after a backward, which may also run inside of a forward."""
     ended = list(_OPEN)
+    again = [use.begin_forward if use.is_in_forward else use.begin_again for use in ended]
     for use in ended:
         use.end()
-    return ended
+    return again
 
 
 _aten: Any = torch.ops.aten
