@@ -153,6 +153,23 @@ def test_batches_of_ranks_may_have_different_lengths(rank: int):
 
 
 @ranks(2)
+def test_a_frozen_tie_between_stages_stays(rank: int):
+    mesh, batch, model = make_mesh(MeshConfig(shard=1, pipeline=2, device="cpu")), make_batch(0, 4), build("tied")
+    tied = model.lm_head.weight.requires_grad_(False).clone()
+    pipe = pipeline(model, mesh=mesh, loss=summed_loss, example_inputs=batch)
+    optimizer = torch.optim.AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-3)
+    losses = []
+    for _ in range(2):
+        losses.append(pipe.step(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]
+    held = {key: parameter for key, parameter in pipe.model.named_parameters() if "embed" in key or "lm_head" in key}
+    assert held
+    assert all(torch.equal(parameter.full_tensor(), tied) for parameter in held.values())
+
+
+@ranks(2)
 def test_tools_on_stages(rank: int):
     """check, guard, EMA, full_params, generate and parity know stages; what would go wrong is refused."""
     mesh, batch = make_mesh(MeshConfig(shard=1, pipeline=2, device="cpu")), make_batch(0, 4)

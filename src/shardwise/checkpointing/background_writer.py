@@ -66,7 +66,13 @@ class WriterProcess:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
+                    [
+                        sys.executable,
+                        "-c",
+                        _PROGRAM,
+                        json.dumps([str(each) for each in sys.path]),
+                        str(theirs.fileno()),
+                    ],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardwise.explaining import logs
-from shardwise.explaining.catalogue import Failure, catalogue
+from shardwise.explaining.error_pages import Failure, catalogue
 from shardwise.explaining.logs import Line, Raised, bare_exceptions, last_progress, read_lines, read_tracebacks
 
 _INNER_RANK = re.compile(r"\[(?:[^\]]*\s)?Rank[ :]+(\d+)\]|-- [Pp]rocess (\d+)|\btask (\d+):", re.IGNORECASE)

@@ -128,6 +128,11 @@ class HostTensor:
             tensor.copy_(self._host, non_blocking=True)
         self._fetched = tensor, self._back.record_event()
 
+    def __del__(self) -> None:
+        """Keep the memory of a copy that nobody took until it has arrived."""
+        if self._fetched is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._fetched[1])
+
     def take(self) -> torch.Tensor:
         """The tensor on the device, for the stream that computes."""
         self._is_taken = False  # a graph that is kept is gone through again

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -34,9 +35,18 @@ class TensorBoard:
 
     def __init__(self, folder: Path, steps_done: int) -> None:
         _import("tensorboard")
+        self._folder = folder
+        self._open(steps_done)
+
+    def _open(self, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
+        self._writer = SummaryWriter(str(self._folder), purge_step=steps_done + 1 if steps_done else None)
+
+    def rewind(self, steps_done: int) -> None:
+        """Hide the events of later steps."""
+        self._writer.close()
+        self._open(steps_done)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add each number as a scalar."""
@@ -63,10 +73,15 @@ class WeightsAndBiases:
                 why="rank 0 sends the run's records to it",
                 fix="wandb login, or set WANDB_MODE=offline to keep them here",
             ) from None
+        # A step of its own: wandb's must never fall, and drops what a resumed run repeats.
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Send the numbers."""
-        self._run.log(_numbers(values), step=step)
+        self._run.log({"step": step, **_numbers(values)})
+
+    def rewind(self, steps_done: int) -> None:
+        """Nothing: the numbers of repeated steps stand beside the earlier ones."""
 
     def close(self) -> None:
         """Finish the run."""
@@ -135,6 +150,8 @@ class Metrics:
         self._file.close()
         keep_records(self.path, steps_done)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        for tracker in self._trackers:
+            tracker.rewind(steps_done)
 
     def close(self) -> None:
         """Close the file and the trackers."""
@@ -306,7 +323,7 @@ def peak_flops(device: torch.device | str) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for known, peak in _PEAKS.items() if known in name), None)
+    return next((peak * 1e12 for known, peak in _PEAKS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def mfu(tokens_per_s: float, flops_of_token: float, num_devices: int, peak: float | None) -> float | None:

@@ -24,6 +24,7 @@ from shardwise.training.data.samples import Batch
 
 T = TypeVar("T")
 
+_MEMORY_ERRORS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _NUM_TRIALS = 3  # optimizer state and averages exist from the second step on
 _CHEAP_TOKENS = 2**13
 """From this size on, smaller micro-batches cost no more than recomputing and moving activations: unsharding and adding
@@ -72,6 +73,16 @@ class Microbatches:
 
     def split(self, batch: Batch) -> list[Batch]:
         """The batch in micro-batches of `size` rows; the last one may be smaller."""
+        lengths = {name: len(tensor) for name, tensor in batch.items()}
+        if max(lengths.values()) <= self.size:
+            return [batch]
+        if len(set(lengths.values())) > 1:
+            raise TrainingError(
+                f"the tensors of a batch have different numbers of rows: {lengths}",
+                where="training.micro_batch_size",
+                why=f"micro-batches of {self.size} rows are cut from all of them alike",
+                fix="pad them to one row for each sample, or set training.micro_batch_size to the whole batch",
+            )
         cut = {name: tensor.split(self.size) for name, tensor in batch.items()}
         return [dict(zip(cut, parts, strict=True)) for parts in zip(*cut.values(), strict=True)]
 
@@ -154,7 +165,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory, of an accelerator or of the machine, did not suffice."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _MEMORY_ERRORS)
 
 
 def _does_not_fit(rank: int, failure: str) -> TrainingError:

@@ -255,7 +255,7 @@ class Objective:
         self, model: nn.Module, labels: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         if self._head is not None:
-            is_tried, self._is_tried = self._is_tried, True
+            is_tried = self._is_tried
             before = None if is_tried else volatile_state(model)
             loss, chunked = None, ChunkedLoss(self._head, labels)
             try:
@@ -264,6 +264,7 @@ class Objective:
             except RuntimeError as error:  # a stand-in for logits cannot be written in place
                 if is_tried or is_out_of_memory(error):
                     raise
+            self._is_tried = True
             if loss is not None:
                 return loss
             self._head = None  # the model does more with its logits than return them

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.fsdp1.codemod.verifying import first_difference, read_losses
+from shardwise.fsdp1.codemod import verifying
+from shardwise.fsdp1.codemod.migrate import migrate
+from shardwise.fsdp1.codemod.verifying import first_difference, read_losses, verify_migration
 from tests.contract.command_line import run
 
 SCRIPT = """\
@@ -78,6 +80,15 @@ def test_what_differs_first_is_named_and_nothing_is_written(tmp_path: Path, chan
     assert ran.status == status
     assert ((tmp_path / "train.py").read_text() == text) is (status == 1)
     assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_rewritten_program_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verifying, "_MIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(verifying, "_SLOWER", 0)
+    (tmp_path / "train.py").write_text(PLAIN)
+    waits = "grep -q fully_shard train.py && sleep 1000; echo step 1 loss 0.5"
+    verification = verify_migration(migrate([tmp_path / "train.py"]), waits, tmp_path)
+    assert "the rewritten program does not end in 0 s" in verification.difference
 
 
 @pytest.mark.parametrize(("command", "said"), [("exit 3", "fails (status 3)"), ("echo hello", "prints no loss")])

@@ -231,3 +231,22 @@ def test_nothing_is_committed_that_is_not_stored_once(tmp_path: Path, starts: tu
     assert f"x: {problem}" in caught.value.where
     assert not is_committed(folder)
     assert committed_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".metadata"])
+def test_files_of_others_in_a_store_are_never_removed(name: str):
+    folder = f"memory://of-others/{name}-here"
+    with fsspec.open(f"{folder}/{name}", "wb") as file:
+        file.write(b"precious")
+    with pytest.raises(CheckpointError, match="files that no interrupted save left behind"):
+        begin_checkpoint(folder)
+    assert names_in(folder) == [name]
+
+
+@pytest.mark.parametrize("name", [file_name(3), ".metadata"])
+def test_what_an_interrupted_save_left_in_a_store_is_removed(name: str):
+    folder = step_folder("memory://interrupted", 7)
+    with fsspec.open(f"{folder}/{name}", "wb") as file:
+        file.write(b"half")
+    begin_checkpoint(folder)
+    assert names_in(folder) == []

@@ -107,6 +107,17 @@ def test_loss_and_gradients_are_those_of_whole_logits(kind: type[Llama], dtype: 
         torch.testing.assert_close(again, expected.detach(), rtol=1e-5, atol=1e-4)
 
 
+def test_a_first_step_without_memory_is_no_trial():
+    torch.manual_seed(0)
+    model, data, failures = Scaled(SHAPE), batch(), [torch.OutOfMemoryError("full")]
+    model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(failures.pop()) if failures else None)
+    objective = Objective(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        objective(model, data)
+    loss, _ = objective(model, data)
+    torch.testing.assert_close(loss, next_token_loss(model(data["input_ids"]), data["labels"]))
+
+
 def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch):
     rows: list[int] = []
     compute = chunked_loss._cross_entropy_and_gradient

@@ -166,6 +166,19 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path):
     assert events.Tags()["scalars"] == ["loss"]
 
 
+def test_tensorboard_hides_what_a_run_rewinds(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    metrics = Metrics(tmp_path, MetricsConfig(tensorboard=True), 0)
+    for step in (1, 2, 3):
+        metrics.record(step, loss=float(step))
+    metrics.rewind(1)
+    metrics.record(2, loss=20.0)
+    metrics.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+
+
 @pytest.mark.slow
 def test_wandb_gets_the_numbers_offline(tmp_path: Path):
     """In a process of its own: wandb leaves a server running until its process ends."""

@@ -30,10 +30,22 @@ def test_parts(rows: int, size: int | None, expected: list[int]):
     assert torch.equal(torch.cat([part["pairs"] for part in parts]), batch(rows)["pairs"])
 
 
-OUT = (MemoryError("full"), torch.OutOfMemoryError("full"), RuntimeError("[enforce] DefaultCPUAllocator: can't"))
+def test_tensors_of_different_lengths_are_never_cut_apart():
+    images = {"ids": torch.arange(4), "pixel_values": torch.arange(3)}
+    assert Microbatches(nn.Linear(1, 1), 4).split(images) == [images]
+    with pytest.raises(TrainingError, match=r"different numbers of rows: \{'ids': 4, 'pixel_values': 3\}"):
+        Microbatches(nn.Linear(1, 1), 4, 2).split(images)
 
 
-@pytest.mark.parametrize("error", OUT, ids=["python", "device", "cpu"])
+OUT = {
+    "python": MemoryError("full"),
+    "device": torch.OutOfMemoryError("full"),
+    "cpu": RuntimeError("[enforce] DefaultCPUAllocator: can't"),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+}
+
+
+@pytest.mark.parametrize("error", OUT.values(), ids=OUT)
 def test_parts_are_halved_until_they_fit(error: Exception):
     model, said, drawn = nn.Linear(1, 1), [], []
     torch.manual_seed(3)

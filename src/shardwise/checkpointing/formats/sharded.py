@@ -28,7 +28,7 @@ from shardwise.checkpointing.contents import (
 )
 from shardwise.checkpointing.formats.values import decode_value
 from shardwise.checkpointing.pickles import torch_files
-from shardwise.errors import CheckpointError, raise_listed
+from shardwise.errors import CheckpointError, listed, raise_listed
 from shardwise.progress import Progress
 
 METADATA_NAME, MANIFEST_NAME = ".metadata", "manifest.json"
@@ -39,6 +39,7 @@ _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DCP_VERSION = "1.0.0"
 _STEP = re.compile(r"step-(\d{8,})")
+_DATA_FILE = re.compile(r"__\d+_0\.distcp")
 _PARTIAL, _REMOVING = ".partial", ".removing"
 _COUNTED_BYTES = 8 << 20
 
@@ -360,6 +361,16 @@ def begin_checkpoint(folder: storage.Place) -> storage.Place:
             fix="save under another step or into another folder, or remove this one",
         )
     partial = partial_of(folder)
+    if isinstance(folder, str):  # a URL, which is its own partial folder: others may keep something there
+        ours = {METADATA_NAME} if _STEP.fullmatch(storage.split(folder)[1]) else set()
+        others = [name for name in storage.names_in(folder) if name not in ours and not _DATA_FILE.fullmatch(name)]
+        if others:
+            raise CheckpointError(
+                f"there are files that no interrupted save left behind: {listed(others)}",
+                where=folder,
+                why="what a save leaves behind when it is interrupted is removed by the next one, and nothing else",
+                fix="choose an empty place, or remove what is there",
+            )
     storage.remove_tree(partial)  # left over from a save that was interrupted
     storage.make_folder(partial)
     return partial

@@ -6,8 +6,10 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,10 @@ _PLACE = re.compile(r"(?i)\b(rank|epoch|step|iter(?:ation)?|batch)\b[\"']?\W{0,3
 _GLUED = re.compile(r"(?<=\d)(?=[a-zA-Z]{3})")
 """Where ranks write into one line: each writes the end of its line apart, as Python does when it is not buffered."""
 _NUM_LINES = 40
+_MIN_TIMEOUT_S, _SLOWER = 120.0, 10
+"""The rewritten program may take this many times as long as the original: ranks that wait for each other never end."""
+_NEVER = -1000
+"""Status of a program that was ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +76,9 @@ def verify_migration(migration: Migration, command: str, folder: Path | None = N
     changed = [file for file in migration.files if file.changed]
     inside = {_path_inside(file, folder): file for file in changed}
     _check_size(folder)
+    started = time.monotonic()
     status, output = _run(command, folder, {})
-    losses = read_losses(output)
+    losses, timeout_s = read_losses(output), max(_MIN_TIMEOUT_S, _SLOWER * (time.monotonic() - started))
     if status or not losses:
         what = f"fails (status {status})" if status else "prints no loss"
         raise SourceError(
@@ -80,9 +87,10 @@ def verify_migration(migration: Migration, command: str, folder: Path | None = N
             why=f"it is run without GPUs in a copy of the folder; its last lines:\n{_tail(output)}",
             fix="give a command that runs on CPU (backend gloo) and prints lines such as `step 3 loss 0.25`",
         )
-    status, output = _run(command, folder, inside)
+    status, output = _run(command, folder, inside, timeout_s)
     if status:
-        difference = f"the rewritten program fails (status {status}); its last lines:"
+        how = f"does not end in {timeout_s:.0f} s" if status == _NEVER else f"fails (status {status})"
+        difference = f"the rewritten program {how}; its last lines:"
         return Verification(num_losses=_count(losses), difference=difference, output=_tail(output))
     return Verification(num_losses=_count(losses), difference=first_difference(losses, read_losses(output)))
 
@@ -165,18 +173,31 @@ def _check_size(folder: Path) -> None:
             )
 
 
-def _run(command: str, folder: Path, changed: dict[Path, MigratedFile]) -> tuple[int, str]:
+def _run(
+    command: str, folder: Path, changed: dict[Path, MigratedFile], timeout_s: float | None = None
+) -> tuple[int, str]:
     """Run a command in a copy of a folder with some files changed: its exit status, and all that it prints."""
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as temporary:
         copy = Path(temporary).resolve() / folder.name
         shutil.copytree(folder, copy, symlinks=True, ignore=_SKIPPED)
         for path, file in changed.items():
             write_bytes(str(copy / path), file.output.encode(file.encoding))
-        shell = ["sh", "-c", command]
-        done = subprocess.run(
-            shell, cwd=copy, env=_environment(folder, copy), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        return done.returncode, done.stdout.decode("utf-8", errors="replace")
+        with subprocess.Popen(
+            ["sh", "-c", command],
+            cwd=copy,
+            env=_environment(folder, copy),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that all ranks can be ended
+        ) as process:
+            try:
+                status, output = 0, process.communicate(timeout=timeout_s)[0]
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                status, output = _NEVER, process.communicate()[0]
+        return status or process.returncode, output.decode("utf-8", errors="replace")
 
 
 def _environment(folder: Path, copy: Path) -> dict[str, str]:

@@ -124,11 +124,12 @@ class PartForward(ReplacedForward):
                 verify(state, self, given)
             finally:
                 state.is_verifying = False
-        ContextParallel.running_part = part = SequencePart(state, given)
+        outer, part = ContextParallel.running_part, SequencePart(state, given)
+        ContextParallel.running_part = part
         try:
             return self.__wrapped__(**part.arguments)
         finally:
-            ContextParallel.running_part = None
+            ContextParallel.running_part = outer
 
 
 def context_of(model: nn.Module) -> ContextParallel | None:

@@ -301,6 +301,8 @@ class Pipeline:
         """Add the gradients that another stage has of the parameters that both hold."""
         for name, peer in self._ties:
             parameter = self.model.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
             assert parameter.grad is not None
             mine = local_tensor(parameter.grad)
             other = torch.empty_like(mine)
