@@ -87,20 +87,22 @@ def explain_hang(folder: str | Path) -> list[Hang]:
         )
     sizes = folder / "groups.json"
     names = json.loads(sizes.read_text()) if sizes.is_file() else {}
-    records: dict[str, dict[int, dict[int, Collective]]] = {}
+    records: dict[tuple[str, ...], dict[int, dict[int, Collective]]] = {}
     for rank, path in dumps.items():
         for group, collectives in _read_dump(path).items():
             records.setdefault(group, {})[rank] = collectives
-    found = (_divergence(group, ranks, names) for group, ranks in sorted(records.items()))
+    found = (
+        _divergence(group[-1], ranks, names) for group, ranks in sorted(records.items(), key=lambda each: each[0][::-1])
+    )
     return [hang for hang in found if hang is not None]
 
 
-def _read_dump(path: Path) -> dict[str, dict[int, Collective]]:
-    """A dump's collectives by process group and number."""
+def _read_dump(path: Path) -> dict[tuple[str, ...], dict[int, Collective]]:
+    """A dump's collectives by process group (its name and description: many groups share one) and number."""
     with path.open("rb") as file:
         dump = load_pickle(file, allowed={}, where=str(path), max_bytes=_MAX_DUMP_BYTES)
     entries = dump.get("entries", []) if isinstance(dump, dict) else []
-    groups: dict[str, dict[int, Collective]] = {}
+    groups: dict[tuple[str, ...], dict[int, Collective]] = {}
     for entry in entries:
         if not isinstance(entry, dict) or entry.get("is_p2p"):
             continue
@@ -113,7 +115,7 @@ def _read_dump(path: Path) -> dict[str, dict[int, Collective]]:
             is_done=bool(entry.get("time_discovered_completed_ns")) or entry.get("state") == "completed",
             line=_users_line(entry.get("frames") or ()),
         )
-        groups.setdefault(str(group[1] if len(group) > 1 else group[0]), {})[collective.number] = collective
+        groups.setdefault(tuple(map(str, group)), {})[collective.number] = collective
     return groups
 
 

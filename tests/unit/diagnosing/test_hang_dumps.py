@@ -103,6 +103,14 @@ def test_process_groups_are_told_apart_and_point_to_point_is_left_out(tmp_path: 
     ]
 
 
+def test_groups_of_one_description_are_not_mixed_up(tmp_path: Path):
+    """Each replica of hybrid sharding has a group called `mesh_shard`, which may be ahead of the others."""
+    first, second = {"process_group": ("1", "mesh_shard")}, {"process_group": ("2", "mesh_shard")}
+    ahead = [entry(1, **second), entry(2, **second)]
+    dump(tmp_path, [entry(1, **first)], [entry(1, **first)], ahead, ahead)
+    assert explain_hang(tmp_path) == []
+
+
 def test_dumps_without_details(tmp_path: Path):
     bare = {"collective_seq_id": 1, "profiling_name": "gloo:barrier"}
     dump(tmp_path, [bare], [])
