@@ -23,7 +23,10 @@ def main() -> None:
     model = nn.Linear(64, 64)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 7.0)
+    earlier = Checkpointer(folder.with_name("earlier")) if manner == "closes an earlier one" else None
     checkpointer = Checkpointer(folder)
+    if earlier is not None:
+        earlier.close()
     checkpointer.prepare(model=model)
     writer = checkpointer._saver._writer
     assert writer is not None
@@ -44,7 +47,7 @@ def main() -> None:
             os._exit(0)
         print(writer.pid, forked, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    elif manner == "is terminated":
+    elif manner in ("is terminated", "closes an earlier one"):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
 

@@ -18,6 +18,8 @@ from shardwise.checkpointing.manager import Checkpointer
 
 SCRIPT = Path(__file__).with_name("leaving_run.py")
 STATUS = {"ends": 0, "raises": 1, "exits": 4, "is terminated": -signal.SIGTERM, "destroys the group": 0}
+STATUS["closes an earlier one"] = -signal.SIGTERM
+"""Two checkpointers, of which the first is closed before the program is terminated."""
 
 
 def start(manner: str, folder: Path, rank: int = 0) -> subprocess.Popen[str]:
@@ -30,7 +32,7 @@ def start(manner: str, folder: Path, rank: int = 0) -> subprocess.Popen[str]:
     )
 
 
-SLOW = ("raises", "exits", "ends")
+SLOW = ("raises", "exits", "ends", "closes an earlier one")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -122,18 +122,23 @@ class FlushOnExit:
     A program that handles SIGTERM itself is left alone: however it ends, the save is finished at its exit.
     """
 
+    _living: ClassVar[list[FlushOnExit]] = []
+    """Of all checkpointers that are open; one signal handler is for all."""
+    _is_terminating = _is_flushed = False
+
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = weakref.ref(checkpointer)
-        self._is_terminating = self._is_flushed = False
+        self._living.append(self)
         atexit.register(self._at_exit)
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+            signal.signal(signal.SIGTERM, _on_sigterm)
 
     def forget(self) -> None:
         """Leave the program's end alone again."""
         atexit.unregister(self._at_exit)
-        # Compared by equality: a bound method is a new object each time. Somebody may have set another since.
-        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+        self._living[:] = [each for each in self._living if each is not self]
+        # Somebody may have set another since.
+        if not self._living and _is_main_thread() and signal.getsignal(signal.SIGTERM) == _on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _at_exit(self) -> None:
@@ -142,25 +147,29 @@ class FlushOnExit:
                 checkpointer.close()
         except Exception as error:  # the program ends anyway; nobody is left to catch it
             _log.error("the last save failed: %s", error)
-        if self._is_terminating:
+        self.forget()
+        if self._is_terminating and not self._living:
             _terminate()
 
-    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        # The interrupted thread may hold a lock that the save needs: it must go on while another one waits.
-        if self._is_flushed:
-            _terminate()
-        elif not self._is_terminating:
-            self._is_terminating = True
-            _thread.start_new_thread(self._flush, ())
-
-    def _flush(self) -> None:
-        checkpointer = self._checkpointer()
-        if checkpointer is not None and (thread := checkpointer._thread) is not None:
-            thread.join()
-            if (error := checkpointer._error) is not None:
-                _log.error("the last save failed: %s", error)
-        self._is_flushed = True
+    @classmethod
+    def flush_all(cls) -> None:
+        """Finish the saves of all checkpointers, then end the program."""
+        for checkpointer in [each._checkpointer() for each in cls._living]:
+            if checkpointer is not None and (thread := checkpointer._thread) is not None:
+                thread.join()
+                if (error := checkpointer._error) is not None:
+                    _log.error("the last save failed: %s", error)
+        cls._is_flushed = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    # The interrupted thread may hold a lock that the save needs: it must go on while another one waits.
+    if FlushOnExit._is_flushed:
+        _terminate()
+    elif not FlushOnExit._is_terminating:
+        FlushOnExit._is_terminating = True
+        _thread.start_new_thread(FlushOnExit.flush_all, ())
 
 
 def _terminate() -> None:
@@ -416,7 +425,7 @@ class Checkpointer:
             raise error
 
     def close(self) -> None:
-        """Wait for what is being written, and give back the process, the memory and the ranks' line.
+        """Wait for what is being written; release the writer process, the staging memory and the process group.
 
         Raises:
             CheckpointError: As `wait` does; everything is released first.
