@@ -29,7 +29,14 @@ from shardwise.checkpointing.names import (
 )
 from shardwise.checkpointing.reading import Request, RequestReader, Verify, requests_for, stored_differ
 from shardwise.checkpointing.staging import wait_for_copies
-from shardwise.checkpointing.state import EXTRA_STATE, Run, extra_states, mark_unusable, mark_usable, section_path
+from shardwise.checkpointing.state import (
+    EXTRA_STATE,
+    RunObjects,
+    extra_states,
+    mark_unusable,
+    mark_usable,
+    section_path,
+)
 from shardwise.distributed.agreement import Channel, Ranks, gather_objects, run_on_all
 from shardwise.errors import CheckpointError, listed, require_choice
 from shardwise.planning.settings import dtype_name
@@ -74,7 +81,7 @@ class LoadPlan:
     Making it changes nothing. `ranks` is the channel of those that load; None: weights only.
     """
 
-    def __init__(self, run: Run, contents: Contents, ranks: Channel | None, *, strict: bool, rng: bool) -> None:
+    def __init__(self, run: RunObjects, contents: Contents, ranks: Channel | None, *, strict: bool, rng: bool) -> None:
         self.contents, self._differing, self._rank = contents, frozenset[str](), 0
         if ranks is not None:
             self.contents, self._differing = contents_for(contents, ranks.rank, ranks.size)
@@ -412,7 +419,7 @@ def _live_state(
     return tensor if tuple(tensor.shape) == stored.shape else None
 
 
-def open_for(run: Run, path: str | Path) -> Contents:
+def open_for(run: RunObjects, path: str | Path) -> Contents:
     """A checkpoint of any format under our names; the run's model tells those that the files do not."""
     contents = open_checkpoint(path, model=next(iter(run.models.values())) if len(run.models) == 1 else None)
     require_names(contents, optimizers=bool(run.optimizers))
@@ -420,7 +427,7 @@ def open_for(run: Run, path: str | Path) -> Contents:
 
 
 def load_run(
-    run: Run,
+    run: RunObjects,
     contents: Contents,
     ranks: Ranks,
     *,

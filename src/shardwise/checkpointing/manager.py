@@ -26,7 +26,7 @@ from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.loading import load_run, open_for
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.saving import PendingSave, Saver, describe_run
-from shardwise.checkpointing.state import FlatState, Run, Stateful
+from shardwise.checkpointing.state import FlatState, RunObjects, Stateful
 from shardwise.checkpointing.storage import Place, join, place, size_problem, split
 from shardwise.distributed.agreement import Channel, run_and_gather
 from shardwise.errors import CheckpointError, ConfigError, require_choice
@@ -286,7 +286,7 @@ class Checkpointer:
             self._is_swept = True
 
         def collect() -> FlatState:
-            run = Run(model, optimizers, objects, trainable_only=self._trainable_only)
+            run = RunObjects(model, optimizers, objects, trainable_only=self._trainable_only)
             found = run.collect(extra=extra, rng_rank=self._channel.rank if self._rng else None)
             found.details = describe_run(run)
             if metric is not None and math.isfinite(metric):
@@ -331,7 +331,7 @@ class Checkpointer:
         self.wait()
         if self._asynchronous:
             rank = self._channel.rank if self._rng else None
-            run = Run(model, optimizers, objects, trainable_only=self._trainable_only)
+            run = RunObjects(model, optimizers, objects, trainable_only=self._trainable_only)
             self._saver.prepare(lambda: run.collect(rng_rank=rank))
 
     def load(
@@ -373,8 +373,8 @@ class Checkpointer:
         self.wait()
         chosen = self.latest() if step is None and path is None else step
 
-        def open_run() -> tuple[Run, Contents]:
-            run = Run(model, optimizers, objects)
+        def open_run() -> tuple[RunObjects, Contents]:
+            run = RunObjects(model, optimizers, objects)
             return run, self._open(chosen) if path is None else open_for(run, path)
 
         run, contents = self._channel.run_on_all(open_run)

@@ -21,7 +21,7 @@ from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, KeyPath, Loc
 from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.names import local_chunks
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
-from shardwise.checkpointing.state import PER_RANK, FlatState, Run
+from shardwise.checkpointing.state import PER_RANK, FlatState, RunObjects
 from shardwise.checkpointing.storage import Place, checksum, join, remove_tree
 from shardwise.distributed.agreement import Channel, as_shardwise_error, run_and_gather
 from shardwise.distributed.mesh import widest_mesh
@@ -136,7 +136,7 @@ Retire = Callable[[Sequence[sharded.FileRecord]], None]
 """Called on rank 0 after a commit, with what was written: removes old checkpoints."""
 
 
-def describe_run(run: Run) -> dict[str, Any]:
+def describe_run(run: RunObjects) -> dict[str, Any]:
     """Meshes, plans and dtypes of the models, as JSON; the same on every rank."""
     described: dict[str, Any] = {}
     for name, model in run.models.items():

@@ -366,7 +366,7 @@ class Stateful(Protocol):
         ...
 
 
-class Run:
+class RunObjects:
     """The objects of a run, by their names in a checkpoint; a ConfigError lists those that cannot be stored."""
 
     def __init__(
@@ -515,7 +515,7 @@ def _by_name(optimizers: Any) -> dict[str, Optimizer]:
     return {"": listed[0]} if len(listed) == 1 else {str(index): each for index, each in enumerate(listed)}
 
 
-def _check_names(run: Run) -> None:
+def _check_names(run: RunObjects) -> None:
     problems = []
     for key, module in run.models.items():
         if not isinstance(module, nn.Module):

@@ -24,7 +24,7 @@ from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_run, open_for
 from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_tensors, rename_contents
 from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
-from shardwise.checkpointing.state import FlatState, Run, Stateful, refuse_unusable
+from shardwise.checkpointing.state import FlatState, RunObjects, Stateful, refuse_unusable
 from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
 from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_together, run_on_all
 from shardwise.distributed.mesh import widest_mesh
@@ -317,7 +317,7 @@ def load_weights(
     mesh = mesh_of(model, take_inventory(model))
     contents = open_on_ranks(lambda: _open(model, path, rename), mesh, broadcast=broadcast)
     loaded = load_run(
-        Run(model),
+        RunObjects(model),
         contents,
         mesh,
         strict=strict,
@@ -382,7 +382,7 @@ def save_full(
     Ranks:
         Collective. No rank holds more than two buckets besides its own part; the first writes.
     """
-    run = Run(model, optimizers, objects)
+    run = RunObjects(model, optimizers, objects)
     mesh = _mesh(run)
     run_on_all(lambda: refuse_remote(path), mesh, CheckpointError)
     run_on_all(lambda: [refuse_stage(each) for each in run.models.values()], mesh, CheckpointError)
@@ -422,7 +422,7 @@ def load_full(
     Ranks:
         Collective over all ranks.
     """
-    run = Run(model, optimizers, objects)
+    run = RunObjects(model, optimizers, objects)
     mesh = _mesh(run)
     channel = Channel(CheckpointError)
     try:
@@ -446,5 +446,5 @@ def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
     return full_tree(infos, found.values, found.paths), found.tensors
 
 
-def _mesh(run: Run) -> DeviceMesh | None:
+def _mesh(run: RunObjects) -> DeviceMesh | None:
     return widest_mesh((), *(mesh_of(model, take_inventory(model)) for model in run.models.values()))

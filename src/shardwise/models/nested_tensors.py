@@ -46,7 +46,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.devi
     """
     if dtype is None and device is None:
         return batch
-    walk = _Walk(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), copies=True)
+    walk = _TensorWalk(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), copies=True)
     return walk.visit(batch)
 
 
@@ -74,7 +74,7 @@ class CastArguments:
                 self._changed.append((tensor, result, result._version, result.grad_fn))
             return result
 
-        walk = _Walk(note, objects=0)
+        walk = _TensorWalk(note, objects=0)
         result = walk.visit(value)
         for original, copied in walk.copies() if result is not value else ():
             if not any(original is part for part in value):
@@ -155,17 +155,17 @@ def cast_buffers(
 
 def change_tensors(value: Any, change: Change) -> Any:
     """The same containers and dataclasses with changed tensors; parts in which nothing changed are shared."""
-    return _Walk(change, objects=0).visit(value)
+    return _TensorWalk(change, objects=0).visit(value)
 
 
 def find_tensors(value: Any, objects: int = 0) -> list[torch.Tensor]:
     """The tensors in containers and dataclasses, each once, and in plain objects down to a depth of `objects`."""
     found: list[torch.Tensor] = []
-    _Walk(lambda tensor: found.append(tensor) or tensor, objects).visit(value)
+    _TensorWalk(lambda tensor: found.append(tensor) or tensor, objects).visit(value)
     return found
 
 
-class _Walk:
+class _TensorWalk:
     """One walk over a structure; remembers what it has met, by identity.
 
     It looks `objects` plain objects deep, -1 for any depth. With `copies` it copies what holds a tensor before looking

@@ -217,7 +217,7 @@ def short(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-class SequenceLayout:
+class SequenceRegions:
     """Which modules of a block work on a part of the sequence, and which get all of it.
 
     Norms, and the code that adds to the residual, work on parts. A module in which layers are divided, and any other,

@@ -24,7 +24,7 @@ from shardwise.planning.groups import Tree, name_matcher, unknown_pattern
 from shardwise.planning.plan import ParallelModule
 from shardwise.planning.regions import (
     Region,
-    SequenceLayout,
+    SequenceRegions,
     by_source,
     computes_linear,
     find_regions,
@@ -404,7 +404,7 @@ class TensorChoice:
         problems: dict[str, str] = {}
         for names in runs.values():
             facts = (self.regions, self.modules, dict(self.styles))
-            layouts = [SequenceLayout(self.flows[name], name, *facts) for name in names]
+            layouts = [SequenceRegions(self.flows[name], name, *facts) for name in names]
             problem = next((layout.problem for layout in layouts if layout.problem), "") or self._between(names)
             problems |= dict.fromkeys(names, f"sequences stay whole: {problem}") if problem else {}
             for layout in layouts if not problem else ():

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.state import Run
+from shardwise.checkpointing.state import RunObjects
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import NoProgress
 from shardwise.units import format_bytes
@@ -252,7 +252,7 @@ def test_wrong_objects_are_named(arguments: dict[str, Any], what: str):
     if given["model"] == 3:
         given["model"] = {"x": 3}
     with pytest.raises(ConfigError, match=what):
-        Run(**given)
+        RunObjects(**given)
 
 
 def test_on_meta_there_is_nothing_to_save(tmp_path: Path):

@@ -14,7 +14,7 @@ from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function,
 from shardwise.source.values import ObjectRef
 
 if TYPE_CHECKING:
-    from shardwise.fsdp1.codemod.flow import Flow
+    from shardwise.fsdp1.codemod.flow import ProgramFlow
 
 Values = frozenset[ObjectRef]
 Callable = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -62,7 +62,7 @@ class Evaluator:
         flow: The values of all files.
     """
 
-    def __init__(self, context: FileContext, flow: Flow) -> None:
+    def __init__(self, context: FileContext, flow: ProgramFlow) -> None:
         self.context, self.flow, self.program = context, flow, flow.program
         self.reaching = Reaching(context)
         self._known: dict[ast.AST | None, Values] = {}

@@ -236,7 +236,7 @@ _MAX_VALUES = 24
 """Beyond this number of values at one place only wrapped models are followed; large frameworks would take minutes."""
 
 
-class Flow:
+class ProgramFlow:
     """The values of a whole program.
 
     Only files that name FSDP, or that a wrapped model comes to, are read.
@@ -525,9 +525,9 @@ def _is_anyones(owner: ObjectRef, name: str) -> bool:
 
 
 @once
-def flow_of(program: Program) -> Flow:
+def flow_of(program: Program) -> ProgramFlow:
     """The values of a program, found once."""
-    return Flow(program)
+    return ProgramFlow(program)
 
 
 @once

@@ -35,7 +35,7 @@ _WRITES = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
+class ViewOrigin:
     """Which parameter a tensor is a view of, and the views that lead to it."""
 
     parameter: DTensor
@@ -48,7 +48,7 @@ class Origin:
         return whole
 
 
-_ORIGINS: dict[int, tuple[weakref.ref[DTensor], Origin]] = {}
+_ORIGINS: dict[int, tuple[weakref.ref[DTensor], ViewOrigin]] = {}
 """By identity, not as attributes, which torch would save with a state dict."""
 
 
@@ -112,7 +112,7 @@ def write_whole(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any])
 def _write(operator: Any, args: Any, kwargs: Any) -> Any:
     """Do it on the whole value of the parameter; keep this rank's part of the result."""
     written = args[0]
-    origin = _origin_of(written) or Origin(written)
+    origin = _origin_of(written) or ViewOrigin(written)
     whole = full_tensor(origin.parameter)
     part = origin.of(whole)
     operator(part, *change_tensors(args[1:], _whole), **change_tensors(kwargs, _whole))
@@ -124,7 +124,7 @@ def _write(operator: Any, args: Any, kwargs: Any) -> Any:
 def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
     """View as torch does; note of what, where it can be written to."""
     source = args[0]
-    origin = Origin(source) if is_watched(source) else _origin_of(source)
+    origin = ViewOrigin(source) if is_watched(source) else _origin_of(source)
     if origin is None or source.is_meta or (torch.is_grad_enabled() and source.requires_grad):
         return plain()
     try:
@@ -140,14 +140,14 @@ def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> An
         key = id(tensor)
         _ORIGINS[key] = (
             weakref.ref(tensor, lambda _, key=key: _ORIGINS.pop(key, None)),
-            Origin(origin.parameter, (*origin.views, view)),
+            ViewOrigin(origin.parameter, (*origin.views, view)),
         )
         if type(source) is ShardView or _memory(tensor) != _memory(source):
             tensor.__class__ = ShardView
     return made
 
 
-def _origin_of(tensor: torch.Tensor) -> Origin | None:
+def _origin_of(tensor: torch.Tensor) -> ViewOrigin | None:
     reference, origin = _ORIGINS.get(id(tensor), (None, None))
     return origin if reference is not None and reference() is tensor else None
 

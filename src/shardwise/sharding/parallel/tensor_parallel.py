@@ -59,7 +59,7 @@ class TensorParallel:
         """Hidden states between the modules of a block are parts of the sequence."""
         self.numbers: list[tuple[nn.Module, str, int]] = []
         """Attributes that are numbers of heads; they hold those of this rank, and here are those of all."""
-        self.run: Run | None = None
+        self.run: ForwardRecord | None = None
         """What is noted of a forward that is compared with another."""
         self.to_verify = {False, True} if verify else set()
         """Compare the next forward without, and with, gradients."""
@@ -233,7 +233,7 @@ class LocalForward(ReplacedForward):
         self.state = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """ForwardRecord the module."""
         if self.state.is_whole:
             return self.__wrapped__(*args, **kwargs)
         with LocalSizes(self.state.num_ranks):
@@ -316,7 +316,7 @@ def _take_divided_logits() -> None:
     ExitStack().enter_context(loss_parallel())
 
 
-class Run:
+class ForwardRecord:
     """What is noted of one forward: outputs of divided layers, and from where parts of features come.
 
     Args:
@@ -361,7 +361,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Run the model on whole tensors and then on parts, and compare what divided layers give.
+    """ForwardRecord the model on whole tensors and then on parts, and compare what divided layers give.
 
     Args:
         state: The model's.
@@ -379,7 +379,7 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
     try:
         for state.is_whole in (True, False):
             state.swap_numbers()
-            runs.append(run := Run(state.model))
+            runs.append(run := ForwardRecord(state.model))
             state.run = run
             with trial_forward(module), torch.set_grad_enabled(records and not state.is_whole):
                 output = module(*args, **kwargs)
@@ -400,7 +400,7 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
     raise_together(error, group=state.mesh)
 
 
-def _difference(whole: Run, parts: Run) -> ShardError | None:
+def _difference(whole: ForwardRecord, parts: ForwardRecord) -> ShardError | None:
     for (name, expected), (_, found) in zip(whole.samples, parts.samples, strict=False):
         if expected.shape != found.shape or not _is_close(expected, found):
             return _wrong(name, "it gives something else than with whole tensors")
