@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from shardwise.distributed.agreement import agree_on, on_rank_zero, raise_together
+from shardwise.distributed.agreement import agree_on, on_rank_zero, raise_on_all_ranks
 from shardwise.errors import ConfigError, ShardError
 from tests.ranks import ranks
 
@@ -83,12 +83,12 @@ def test_group_of_ranks_fails_among_itself(rank: int):
 
 @ranks(4)
 def test_one_error_becomes_everybodys(rank: int):
-    raise_together(None)
+    raise_on_all_ranks(None)
     mine = ConfigError("the batch is 0", fix="make it 1") if rank == 2 else None
     with pytest.raises(ConfigError) as failure:
-        raise_together(mine)
+        raise_on_all_ranks(mine)
     assert failure.value.what == ("the batch is 0" if rank == 2 else "rank 2: the batch is 0")
     assert failure.value.fix == "make it 1"
     kind, text = (ValueError, "odd") if rank == 1 else (ShardError, "rank 1: ValueError: odd")
     with pytest.raises(kind, match=text):
-        raise_together(ValueError("odd") if rank == 1 else None)
+        raise_on_all_ranks(ValueError("odd") if rank == 1 else None)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config.run import DataConfig
-from shardwise.distributed.agreement import raise_together
+from shardwise.distributed.agreement import raise_on_all_ranks
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.data import Loader, open_evaluation
 from shardwise.training.step import lockstep
@@ -69,7 +69,7 @@ def next_together(loader: Loader) -> None:
         next(loader)
     except ShardwiseError as caught:
         error = caught
-    raise_together(error)
+    raise_on_all_ranks(error)
 
 
 def items_of_which_one_is_short(config: DataConfig) -> list[dict[str, torch.Tensor]]:

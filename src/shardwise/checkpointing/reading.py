@@ -27,7 +27,7 @@ from shardwise.checkpointing.storage import (
     join,
     size_problem,
 )
-from shardwise.distributed.agreement import gather_over_mesh, is_first, on_rank_zero, raise_together, run_on_all
+from shardwise.distributed.agreement import gather_over_mesh, is_first, on_rank_zero, raise_on_all_ranks, run_on_all
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
 from shardwise.sharding.inventory import broadcast_from_first
@@ -396,7 +396,7 @@ class RequestReader:
                 data = data.to(mesh.device_type)
                 broadcast_from_first(data, mesh, range(mesh.ndim))
             if bool(data[-1]):
-                raise_together(error, group=mesh, kind=CheckpointError)
+                raise_on_all_ranks(error, group=mesh, kind=CheckpointError)
             rows = data[:-1].view(getattr(torch, stored.dtype)).view(spec.sizes)
             for request in own:
                 if (shared := request.spec.overlap(spec)) is not None:

@@ -26,7 +26,7 @@ from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_
 from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
 from shardwise.checkpointing.state import FlatState, RunObjects, Stateful, refuse_unusable
 from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
-from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_together, run_on_all
+from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_on_all_ranks, run_on_all
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, require_choice
 from shardwise.models.configs import hugging_face_config
@@ -161,7 +161,7 @@ def stream_gathered(
                 pass
         except Exception as caught:
             error = error or caught
-    raise_together(error, group=mesh, kind=CheckpointError)
+    raise_on_all_ranks(error, group=mesh, kind=CheckpointError)
 
 
 def _gathered(

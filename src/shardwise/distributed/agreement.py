@@ -178,7 +178,7 @@ def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> No
     )
 
 
-def raise_together(
+def raise_on_all_ranks(
     error: BaseException | None, *, group: Ranks = None, kind: type[ShardwiseError] = ShardError
 ) -> None:
     """Raise on every rank if any rank brings an error; collective, after local work that can fail.

@@ -36,7 +36,7 @@ class Failure:
     alias: str = ""
     """What it was called before it had a code."""
     frames: re.Pattern[str] | None = None
-    """The message alone could be anybody's: it counts only after a traceback that passed here."""
+    """Frames that must stand in the traceback before the message, where other programs raise the same one."""
 
     def find(self, text: str) -> re.Match[str] | None:
         """Where the failure's message stands in `text`, the earliest of its patterns."""

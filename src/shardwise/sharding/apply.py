@@ -330,7 +330,7 @@ def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
     compat.patch_accumulation(model)
     over = gradient_mesh(mesh)
     replicated = _place_outside(model, plan, modules, over)
-    _wire_entries(model, plan, modules, replicated)
+    _install_forward_hooks(model, plan, modules, replicated)
     unused = UnusedParameters([g for group in plan.groups if group.reduce_unused for g in _fsdp_groups(group, modules)])
     on_recover(model, unused.forget)
     places = [_places(planned, modules)[0] for planned in (*plan.replicated, *plan.ignored)]
@@ -354,7 +354,7 @@ def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], 
     return replicated
 
 
-def _wire_entries(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], replicated: Replicated) -> None:
+def _install_forward_hooks(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], replicated: Replicated) -> None:
     """Count entries into each group, by its forward and by the methods the plan names."""
     kept = [g for group in plan.groups if group.held for g in _fsdp_groups(group, modules)]
     parts = [

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise import compat
-from shardwise.distributed.agreement import gather_over_mesh, is_first, raise_together
+from shardwise.distributed.agreement import gather_over_mesh, is_first, raise_on_all_ranks
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.sharding import inventory
@@ -186,7 +186,7 @@ def full_params(
             changed = {parameter: _registered(slots[parameter], own[parameter]) for parameter in own}
             _register(slots, {parameter: parameter for parameter in slots})
     if writeback:
-        raise_together(error or _find_reshaped(slots, changed, model))
+        raise_on_all_ranks(error or _find_reshaped(slots, changed, model))
         _write_back(changed, rank0_only)
     elif error is not None:
         raise error

@@ -215,7 +215,7 @@ class BranchTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProgramEvent:
-    """A call, or an assignment to an attribute, in the order in which the program comes by."""
+    """A call, or an assignment to an attribute, in program order."""
 
     node: ast.Call | ast.Attribute
     """The call, or the target of the assignment."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.config.schema import KNOWN_AXES
-from shardwise.distributed.agreement import flag_device, raise_together
+from shardwise.distributed.agreement import flag_device, raise_on_all_ranks
 from shardwise.distributed.mesh import gradient_mesh
 from shardwise.errors import ConfigError, ShardError, require_choice
 from shardwise.sharding.full_params import reshard
@@ -200,7 +200,7 @@ def lockstep(loader: Iterable[Batch], *, group: dist.ProcessGroup | None = None)
         yield batch  # pyrefly: ignore[invalid-yield]  # every rank has one, so this one has
         del batch
     if status == _HAS_FAILED:
-        raise_together(error, group=group)
+        raise_on_all_ranks(error, group=group)
 
 
 AccumulationMode = Literal["comm", "memory", "hsdp"]

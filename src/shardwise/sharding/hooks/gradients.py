@@ -51,7 +51,7 @@ class UnusedParameters:
         """One per tracked parameter: whether it got a gradient on this rank."""
         return torch.tensor([float(id(param) in self._used) for param in self._tracked], device=device)
 
-    def settle(self, counts: torch.Tensor) -> None:
+    def drop_unused_zeros(self, counts: torch.Tensor) -> None:
         """Take away the zeros of parameters that no rank used, as one process would have no gradient for them."""
         for param, count in zip(self._tracked, counts.tolist(), strict=True):
             if count == 0 and id(param) in self._filled:
@@ -98,7 +98,7 @@ class BackwardEnd:
         for parameter, count in zip(trainable, counts[: len(trainable)].tolist(), strict=True):
             if count == 0:
                 parameter.grad = None  # nobody used it: as in one process
-        self._unused.settle(counts[len(trainable) :])
+        self._unused.drop_unused_zeros(counts[len(trainable) :])
 
     @torch.no_grad()
     def _average(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from shardwise import compat
-from shardwise.distributed.agreement import gather_objects, raise_together
+from shardwise.distributed.agreement import gather_objects, raise_on_all_ranks
 from shardwise.distributed.mesh import sub_mesh
 from shardwise.errors import ShardError
 from shardwise.models.modes import trial_forward
@@ -349,7 +349,7 @@ def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[s
     layout, length = state.layout, tokens_of(given).shape[1]
     size = max(1, min(_CHUNK, length // len(layout.chunks())))
     prefix = size * layout.num_chunks
-    raise_together(_wrong_parts(state, given), group=state.mesh)
+    raise_on_all_ranks(_wrong_parts(state, given), group=state.mesh)
     whole = {name: _prefix(state, value, length, prefix) for name, value in given.items()}
     comparison = Comparison(layout.positions(prefix, tokens_of(whole).device), prefix, size)
     with trial_forward(state.model), ExitStack() as stack:
@@ -379,7 +379,7 @@ def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[s
             "recurrence, attention written out as matrix products), and sees this rank's part of the sequence only",
             fix="use attention by scaled_dot_product_attention, or set mesh.context = 1",
         )
-    raise_together(error, group=state.mesh)
+    raise_on_all_ranks(error, group=state.mesh)
 
 
 def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError | None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from shardwise.config.schema import ROOT_PATTERN, ExpertConfig, Float8Config, PipelineConfig, ShardConfig
-from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, raise_together, run_on_all
+from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, raise_on_all_ranks, run_on_all
 from shardwise.distributed.mesh import axis_sizes, default_mesh, gradient_mesh, model_mesh, sub_mesh
 from shardwise.errors import ConfigError
 from shardwise.models.modes import trial_forward
@@ -257,7 +257,7 @@ class Pipeline:
             made = work()
         except Exception as caught:
             error = caught
-        raise_together(error, group=self.mesh)
+        raise_on_all_ranks(error, group=self.mesh)
         return made
 
     def _received(self, part: Part) -> list[Tensor]:

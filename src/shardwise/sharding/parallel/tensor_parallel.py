@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel, para
 from torch.overrides import TorchFunctionMode
 
 from shardwise import compat
-from shardwise.distributed.agreement import raise_together
+from shardwise.distributed.agreement import raise_on_all_ranks
 from shardwise.distributed.mesh import tensor_mesh
 from shardwise.errors import ShardError
 from shardwise.models.modes import trial_forward
@@ -397,7 +397,7 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
         if state.is_whole:  # it failed with the numbers of all heads
             state.swap_numbers()
         state.run, state.is_whole = None, False
-    raise_together(error, group=state.mesh)
+    raise_on_all_ranks(error, group=state.mesh)
 
 
 def _difference(whole: ForwardRecord, parts: ForwardRecord) -> ShardError | None:

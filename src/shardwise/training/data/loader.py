@@ -106,7 +106,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     rank takes its contiguous part of it: the samples of a step do not depend on the number of ranks.
 
     An error of a worker is raised by the `next` that would have returned its batch, on this rank only: a loop on
-    several ranks passes it to `raise_together` (or iterates through `lockstep`) before the step's first collective.
+    several ranks passes it to `raise_on_all_ranks` (or iterates through `lockstep`) before the step's first collective.
     The position has not moved then, and the next `next` tries the batch again.
     """
 
@@ -341,7 +341,7 @@ def open_data(
         EnvironmentProblem: It needs a library that is not installed.
 
     Ranks:
-        Local. Errors of files that only one machine has are raised there only: see `raise_together`.
+        Local. Errors of files that only one machine has are raised there only: see `raise_on_all_ranks`.
     """
     check_ranges(config, "data")
     samples, tokenizer, identity = open_samples(config, config.source, "data.source", vocab_size, progress)
