@@ -255,16 +255,16 @@ class Objective:
         self, model: nn.Module, labels: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         if self._head is not None:
-            is_tried = self._is_tried
+            is_tried, self._is_tried = self._is_tried, True
             before = None if is_tried else volatile_state(model)
             loss, chunked = None, ChunkedLoss(self._head, labels)
             try:
                 with chunked.computed():
                     loss = chunked.of(logits_of(model(*args, **kwargs)))
-            except RuntimeError as error:  # a stand-in for logits cannot be written in place
-                if is_tried or is_out_of_memory(error):
+            except RuntimeError as error:  # a placeholder for logits cannot be written in place
+                self._is_tried = is_tried or not is_out_of_memory(error)
+                if is_tried or not self._is_tried:
                     raise
-            self._is_tried = True
             if loss is not None:
                 return loss
             self._head = None  # the model does more with its logits than return them
