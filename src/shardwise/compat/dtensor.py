@@ -1,5 +1,6 @@
 """DTensors, storages and views."""
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -144,17 +145,30 @@ def reduce_in_place(tensor: DTensor) -> None:
 
 
 def answer_operator(operator: Any, answer: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
-    """Let `answer(plain, args, kwargs)` run an operator on DTensors; `plain()` runs it as torch does."""
+    """Let `answer(plain, args, kwargs)` run an operator on DTensors; `plain()` runs it as before, or as torch does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyrefly: ignore[bad-assignment]
+    earlier = _ANSWERS.get(operator)
 
     def handle(operator: Any, args: Any, kwargs: Any) -> Any:
         def plain() -> Any:
+            if earlier is not None:
+                return earlier(operator, args, kwargs)
             handlers.pop(operator, None)  # another thread may have
             try:
                 return operator(*args, **kwargs)
             finally:
-                handlers[operator] = handle
+                handlers[operator] = _ANSWERS[operator]
 
         return answer(plain, args, kwargs)
 
-    handlers[operator] = handle
+    handlers[operator] = _ANSWERS[operator] = handle
+
+
+_ANSWERS: dict[Any, Any] = {}
+"""Our newest handler of each operator."""
+
+
+def in_place_operators() -> list[Any]:
+    """Every operator of torch's own that writes to a tensor in place."""
+    names = [re.fullmatch(r"aten::([a-z]\w*_)(?:\.(\w+))?", name) for name in torch._C._dispatch_get_all_op_names()]
+    return [getattr(getattr(torch.ops.aten, name[1]), name[2] or "default") for name in names if name is not None]

@@ -68,7 +68,7 @@ NEEDED: dict[str, str] = {
     "torch:Tensor": "_base _backward_hooks _post_accumulate_grad_hooks _in_backward_optimizers?",
     "torch:UntypedStorage": "_cdata",
     "torch._C": "_current_graph_task_id _will_engine_execute_node _storage_Use_Count _distributed_c10d "
-    "DisableTorchFunctionSubclass",
+    "DisableTorchFunctionSubclass _dispatch_get_all_op_names",
     "torch._C._distributed_c10d": "_dump_fr_trace? _dump_nccl_trace?",
     "torch._C:TensorBase": "data",
     "torch": "_C _amp_foreach_non_finite_check_and_unscale_",

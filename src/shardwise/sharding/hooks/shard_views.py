@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -56,10 +56,13 @@ class ShardView(DTensor):
     """A copy of a part of a sharded parameter, which stands for that part where it is written to."""
 
     __slots__ = ()
+    is_dispatched: ClassVar[bool] = False
+    """Whether torch calls the function below; torch 2.11 treats every subclass as a DTensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write to the parameter; look at a part of the part; read as any DTensor, or whole beside plain tensors."""
+        ShardView.is_dispatched = True
         kwargs = kwargs or {}
         tensors = find_tensors((args, kwargs))
         if func._schema.is_mutable and args and isinstance(args[0], ShardView):
@@ -100,7 +103,7 @@ def write_whole(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any])
     Ranks:
         Collective where torch cannot.
     """
-    if all(isinstance(tensor, DTensor) for tensor in find_tensors((args, kwargs))):
+    if type(args[0]) is not ShardView and all(isinstance(each, DTensor) for each in find_tensors((args, kwargs))):
         try:
             return plain()
         except (RuntimeError, NotImplementedError) as error:
@@ -144,7 +147,29 @@ def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> An
         )
         if type(source) is ShardView or _memory(tensor) != _memory(source):
             tensor.__class__ = ShardView
+            _watch_writes(tensor)
     return made
+
+
+def _watch_writes(view: ShardView) -> None:
+    """See to it that writes to views are noticed, where torch does not call the class of the first one."""
+    if ShardView.is_dispatched or _WATCHED:
+        return
+    _aten.clone.default(view)
+    if ShardView.is_dispatched:
+        return
+    _WATCHED.update(compat.in_place_operators())
+    for operator in _WATCHED:
+        compat.answer_operator(
+            operator,
+            lambda plain, args, kwargs, operator=operator: (
+                _write(operator, args, kwargs) if type(args[0]) is ShardView else plain()
+            ),
+        )
+
+
+_WATCHED: set[Any] = set()
+"""In-place operators that ask whether they write to a view."""
 
 
 def _origin_of(tensor: torch.Tensor) -> ViewOrigin | None:
