@@ -333,7 +333,7 @@ class AdaptiveActivations:
     """What the blocks of a model keep for backward, less and less of it while memory does not suffice.
 
     At first everything is kept on the device. `keep_less` recomputes what is cheap, then also moves a growing part of
-    the rest to host memory, and in the end recomputes whole blocks.
+    the rest to host memory, and in the end recomputes whole blocks, more and more of them.
 
     Args:
         model: Not sharded and not compiled yet.
@@ -344,9 +344,10 @@ class AdaptiveActivations:
     """
 
     _LEVELS: tuple[tuple[Mode, float], ...] = (
-        ("none", 0.0), ("selective", 0.0), ("offload", 1 / 2), ("offload", 5 / 8), ("offload", 3 / 4), ("full", 0.0)
+        ("none", 1.0), ("selective", 1.0), ("offload", 1 / 2), ("offload", 5 / 8), ("offload", 3 / 4),
+        ("full", 1 / 2), ("full", 3 / 4), ("full", 1.0),
     )  # fmt: skip
-    """What blocks do, and the share of them that keeps its activations in host memory."""
+    """What blocks do, and the share of them that does so; the others recompute what is cheap."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         blocks = find_blocks(model, plan, action="checkpoint_activations")
@@ -378,13 +379,14 @@ class AdaptiveActivations:
         self._level = level
         mode, share = self._LEVELS[level]
         for index, (offloaded, checkpointed) in enumerate(self._forwards):
-            offloaded.is_enabled = mode == "offload" and _is_offloaded(index, len(self._forwards), share)
+            is_chosen = _is_chosen(index, len(self._forwards), share)
+            offloaded.is_enabled = mode == "offload" and is_chosen
             assert isinstance(checkpointed, CheckpointedForward)
-            checkpointed.set_mode("selective" if mode == "offload" and not offloaded.is_enabled else mode)
+            checkpointed.set_mode(mode if is_chosen else "selective")
 
 
-def _is_offloaded(index: int, num_blocks: int, share: float = 1 / 2) -> bool:
-    """Whether a block is one of those that are spread evenly; not the last one, with which backward begins."""
+def _is_chosen(index: int, num_blocks: int, share: float = 1 / 2) -> bool:
+    """Whether a block is one of a share that is spread evenly; the last one, with which backward begins, is not."""
     behind = num_blocks - 1 - index
     return int((behind + 1) * share) > int(behind * share)
 
@@ -519,7 +521,7 @@ def _mode(policy: Any, every: int, index: int, num_blocks: int, name: str, modul
     if policy == "every_n":
         return "full" if index % every == 0 else "none"
     if policy == "offload":
-        return "offload" if _is_offloaded(index, num_blocks) else "selective"
+        return "offload" if _is_chosen(index, num_blocks) else "selective"
     if not callable(policy):
         return policy
     answer = policy(name, module)

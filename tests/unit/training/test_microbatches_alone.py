@@ -114,16 +114,17 @@ def test_less_is_kept_for_backward_before_a_row_does_not_fit():
         assert [mode == "offload" for mode in modes] == [forward.is_enabled for forward in layers]
         tried.append((len(parts), *modes))
         model(parts[0]["ids"][None]).sum().backward()
-        if modes[0] != "full":
+        if modes != ["full"] * 4:
             raise MemoryError("full")
 
     micro = Microbatches(model, 2, report=said.append, activations=activations)
     micro.run(work, batch(2))
-    some, most, none = "selective", "offload", "none"
+    some, most, none, full = "selective", "offload", "none", "full"
     levels = [
         (none,) * 4, (some,) * 4, (most, some, most, some), (most, some, most, some), (most, most, most, some)
     ]  # fmt: skip
-    assert tried == [(1, *level) for level in levels] + [(2, *level) for level in [*levels, ("full",) * 4]]
+    recomputed = [(full, some, full, some), (full, full, full, some), (full,) * 4]
+    assert tried == [(1, *level) for level in levels] + [(2, *level) for level in [*levels, *recomputed]]
     assert "micro-batches of 1 rows from now on, not 2" in said[4]
-    assert [text.rpartition("activations = ")[2].split()[0] for text in said[5:]] == [some, most, most, most, "full"]
+    assert [text.rpartition("activations = ")[2].split()[0] for text in said[5:]] == [some, *[most] * 3, *[full] * 3]
     assert activations.keep_less(recompute_blocks=True) is None
