@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ _DCP_VERSION = "1.0.0"
 _STEP = re.compile(r"step-(\d{8,})")
 _DATA_FILE = re.compile(r"__\d+_0\.distcp")
 _PARTIAL, _REMOVING = ".partial", ".removing"
-_COUNTED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,8 @@ def write_rank_file(
                 head, tail = torch_files.tensor_frame(item.dtype, item.spec.sizes, start=start)
                 put(head)
                 offset = writer.num_bytes
-                checksums = writer.append_blocks(_counted(data, count), block_bytes)
+                checksums = writer.append_blocks([data], block_bytes)
+                count(len(data))
                 put(tail)
                 chunk = StoredChunk(item.spec, file, offset, checksums)
                 tensor = StoredTensor(item.name, item.dtype, item.shape, (chunk,))
@@ -118,13 +118,6 @@ def write_rank_file(
         if fsync:
             writer.sync()
     return FileRecord(file, writer.num_bytes, frame.intdigest(), tuple(tensors), tuple(streams), block_bytes)
-
-
-def _counted(data: memoryview, count: Callable[[int], None]) -> Iterator[memoryview]:
-    for begin in range(0, len(data), _COUNTED_BYTES):
-        part = data[begin : begin + _COUNTED_BYTES]
-        yield part
-        count(len(part))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
