@@ -274,7 +274,8 @@ def read_requests(
     ranges = [item for item in ranges if write or item.chunk.checksums]
     ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # the order on the disk
     with storage.counting(progress, _num_bytes(ranges), "loading" if write else "verifying") as count:
-        read_ranges(contents, ranges, num_threads or _num_threads(), verify=verify, write=write, count=count)
+        num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+        read_ranges(contents, ranges, num_threads, verify=verify, write=write, count=count)
 
 
 def read_chunk(
@@ -307,11 +308,6 @@ def stored_differ(contents: Contents, first: StoredTensor, copy: StoredTensor, s
 
 def _num_bytes(ranges: list[Range]) -> int:
     return sum(item.num_bytes for item in ranges)
-
-
-def _num_threads() -> int:
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return min(_MAX_THREADS, len(allowed))
 
 
 def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *, broadcast: bool) -> Contents:

@@ -332,16 +332,11 @@ def flatten_state(tree: Any, *, where: str = "") -> TorchState:
             flat.tensors[name] = leaf
             continue
         try:
-            flat.values[name] = _plain(leaf, walk, 0)
+            flat.values[name] = plain_value(leaf, walk, 0)
         except OpaqueValue as opaque:
             flat.left_out[name] = str(opaque)
             del flat.structure[name]
     return flat
-
-
-def plain_value(value: Any) -> Any:
-    """What `read_torch_pickle` returned, if it is plain data; else an OpaqueValue is raised."""
-    return _plain(value, _Walk(), 0)
 
 
 class _Walk:
@@ -386,7 +381,9 @@ class OpaqueValue(Exception):
     """The name of a class whose objects are not plain data."""
 
 
-def _plain(value: Any, walk: _Walk, depth: int) -> Any:
+def plain_value(value: Any, walk: _Walk | None = None, depth: int = 0) -> Any:
+    """What `read_torch_pickle` returned, if it is plain data; else an OpaqueValue is raised."""
+    walk = walk or _Walk()
     if value is None or isinstance(value, (str, int, float, complex, bytes)):
         return value
     if isinstance(value, machine.Symbol):
@@ -394,11 +391,11 @@ def _plain(value: Any, walk: _Walk, depth: int) -> Any:
     if walk.is_endless(depth):
         raise OpaqueValue("a value nested without end")
     if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value)(_plain(entry, walk, depth + 1) for entry in value)
+        return type(value)(plain_value(entry, walk, depth + 1) for entry in value)
     if isinstance(value, dict):
-        return {_plain(key, walk, depth + 1): _plain(entry, walk, depth + 1) for key, entry in value.items()}
+        return {plain_value(key, walk, depth + 1): plain_value(entry, walk, depth + 1) for key, entry in value.items()}
     if isinstance(value, machine.Record) and value.name == "argparse.Namespace":
-        return _plain(value.fields, walk, depth + 1)
+        return plain_value(value.fields, walk, depth + 1)
     if isinstance(value, machine.Record) and value.name.startswith("numpy."):
         return _numpy_value(value)
     raise OpaqueValue(value.name if isinstance(value, machine.Record) else type(value).__name__)
