@@ -202,7 +202,6 @@ def _instance(name: str, state: Any) -> torch_files.Instance:
 def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header: Header, metadata: bytes) -> bytes:
     """The manifest, whose first line holds the checksum of all that follows; raises unless it holds the whole state."""
     parts = parts_by_name(records)
-    block_bytes = {record.block_bytes for record in records} or {storage.BLOCK_BYTES}
     written = {record.file: (record.num_bytes, record.frame) for record in records}
     written[METADATA_NAME] = (len(metadata), storage.checksum(metadata))
     body = {
@@ -210,7 +209,7 @@ def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header:
         "version": VERSION,
         "step": header.step,
         "world_size": header.world_size,
-        "block_bytes": min(block_bytes),
+        "block_bytes": next((record.block_bytes for record in records), storage.BLOCK_BYTES),
         "details": dict(header.details),
         "files": {file: {"bytes": size, "frame": storage.to_hex([frame])} for file, (size, frame) in written.items()},
         "values": dict(header.values),
@@ -223,7 +222,6 @@ def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header:
         for name, of_ranks in parts.items()
         if len({(tensor.dtype, tensor.shape) for tensor, _ in of_ranks}) > 1
     ]
-    problems += [f"the ranks used blocks of different sizes: {sorted(block_bytes)}"] if len(block_bytes) > 1 else []
     raise_listed(
         problems or _problems(_parsed(folder, body)),
         "{num} tensors or values would not be stored whole; nothing was committed",
