@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from types import SimpleNamespace
 from typing import Any
 
 from shardwise.checkpointing.contents import LocalChunk
@@ -132,19 +134,15 @@ class WriterProcess:
             self._process.wait()
 
 
-class _Relay:
-    """The progress of the parent: every call is sent there."""
-
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        self._send = send
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: self._send((name, args))
-
-
 def serve(connection: Connection) -> None:
     """Do work until there is no more."""
     memory = memoryview(b"")
+
+    def relay(name: str, *args: object) -> None:
+        connection.send((name, args))
+
+    # The progress of the parent: every call is sent there.
+    progress = SimpleNamespace(**{name: partial(relay, name) for name in ("start", "advance", "finish")})
     while True:
         try:
             work, num_bytes, tells = connection.recv()
@@ -155,7 +153,7 @@ def serve(connection: Connection) -> None:
         except (EOFError, ConnectionError):
             return
         try:
-            connection.send(("answer", work(memory, _Relay(connection.send) if tells else None)))
+            connection.send(("answer", work(memory, progress if tells else None)))
         except ShardwiseError as error:
             connection.send(("error", error))
         except Exception as error:

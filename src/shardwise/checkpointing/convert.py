@@ -23,9 +23,10 @@ from shardwise.checkpointing.names import only_model, with_our_names
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
 from shardwise.errors import require_choice
-from shardwise.progress import NoProgress, Progress
+from shardwise.progress import Progress
 
 _CHUNK_BYTES = 64 << 20
+_NOT_KEPT = ("aliases", "frames", "left_out", "metadata")
 
 
 def _write(writer: FullWriter | SafetensorsWriter, contents: Contents, progress: Progress | None) -> None:
@@ -42,7 +43,9 @@ def _write(writer: FullWriter | SafetensorsWriter, contents: Contents, progress:
         writer.write(chunks())
 
 
-def _write_dcp(contents: Contents, dst: storage.Place, infos: Mapping[str, StoredTensor], progress: Progress) -> None:
+def _write_dcp(
+    contents: Contents, dst: storage.Place, infos: Mapping[str, StoredTensor], progress: Progress | None
+) -> None:
     """Copy everything into a sharded checkpoint of one file."""
     aliases = _aliases(contents)
     stored = {name: info for name, info in infos.items() if name not in aliases}
@@ -51,6 +54,7 @@ def _write_dcp(contents: Contents, dst: storage.Place, infos: Mapping[str, Store
         for name, info in stored.items()
         for spec, part in _parts(contents, info)
     )
+    kept = {key: value for key, value in contents.details.items() if key not in _NOT_KEPT}
     header = sharded.Header(
         step=contents.step,
         world_size=contents.world_size,
@@ -61,7 +65,7 @@ def _write_dcp(contents: Contents, dst: storage.Place, infos: Mapping[str, Store
             for name, path in contents.structure.items()
             if name in contents.tensors or name in contents.values
         },
-        details=_details(contents),
+        details=kept if contents.format == "sharded" else {"converted_from": contents.format},
     )
     streams = sharded.value_streams(header.values)
     partial = sharded.begin_checkpoint(dst)
@@ -74,15 +78,6 @@ def _write_dcp(contents: Contents, dst: storage.Place, infos: Mapping[str, Store
     except BaseException:
         storage.remove_tree(sharded.partial_of(dst))
         raise
-
-
-def _details(contents: Contents) -> dict[str, Any]:
-    kept = {
-        key: value
-        for key, value in contents.details.items()
-        if key not in ("aliases", "frames", "left_out", "metadata")
-    }
-    return kept if contents.format == "sharded" else {"converted_from": contents.format}
 
 
 def _aliases(contents: Contents) -> dict[str, str]:
@@ -102,13 +97,6 @@ def _parts(contents: Contents, info: StoredTensor) -> Iterator[tuple[ChunkSpec, 
     tensor = contents.tensors[info.name]
     for spec in tensor.portions(max_bytes=_CHUNK_BYTES):
         yield spec, read_chunk(contents, tensor, spec).to(getattr(torch, info.dtype)).contiguous()
-
-
-def _nested(contents: Contents, infos: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """The dictionary that was flattened, with what stands for each tensor in its place."""
-    encoded = {name: encode_value(value, name) for name, value in contents.values.items()}
-    tensors = {**infos, **{alias: infos[name] for alias, name in _aliases(contents).items()}}
-    return full_tree(tensors, encoded, contents.structure, step=contents.step, world_size=contents.world_size)
 
 
 Format = Literal["dcp", "full", "safetensors"]
@@ -170,16 +158,17 @@ def convert_checkpoint(
     refuse_suffix(dst, format, 'format="full"')
     if format != "dcp":
         refuse_remote(dst)
-    listener = progress or NoProgress()
     source = open_checkpoint(src, model=model)
     contents, left_out = _what_to_write(source, format)
     infos = _infos(contents, dtype, bare=format == "safetensors")
     if verify:
-        refuse_damaged(source, listener)
+        refuse_damaged(source, progress)
     if format == "dcp":
-        _write_dcp(contents, storage.place(dst), infos, listener)
-    elif format == "full":
-        tree = _nested(contents, infos)
+        _write_dcp(contents, storage.place(dst), infos, progress)
+    elif format == "full":  # the dictionary that was flattened, with what stands for each tensor in its place
+        encoded = {name: encode_value(value, name) for name, value in contents.values.items()}
+        tensors = infos | {alias: infos[name] for alias, name in _aliases(contents).items()}
+        tree = full_tree(tensors, encoded, contents.structure, step=contents.step, world_size=contents.world_size)
         _write(FullWriter(Path(dst), tree, overwrite=overwrite), contents, progress)
     else:
         sidecars = read_sidecar_files(Path(config) if config is not None else source.folder)

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -99,12 +99,8 @@ _LOADING = "core_model_loading"
 _AS_IN_THE_MODEL = ("sharded", "dcp", "fsdp1-full", "fsdp1-sharded", "fsdp1-local")
 
 
-@dataclass(slots=True)
-class _Group:
-    """What becomes one or several tensors of the model: stored tensors by the pattern that matched them."""
-
-    converter: Any
-    sources: dict[str, list[StoredTensor]] = field(default_factory=dict)
+_Group = tuple[Any, dict[str, list[StoredTensor]]]
+"""What becomes one or several tensors of the model: a converter, and stored tensors by the pattern that matched."""
 
 
 def in_model_layout(contents: Contents, model: nn.Module, names: Collection[str]) -> Contents:
@@ -169,8 +165,8 @@ class _Layout:
             if pattern is None or name not in self._names:
                 tensors[name if name in self._names else stored] = contents.tensors[stored]
                 continue
-            group = self._groups.setdefault(name, _Group(self._by_pattern[pattern]))
-            group.sources.setdefault(pattern, []).append(contents.tensors[stored])
+            _, sources = self._groups.setdefault(name, (self._by_pattern[pattern], {}))
+            sources.setdefault(pattern, []).append(contents.tensors[stored])
         for name, group in self._groups.items():
             tensors |= self._convert(name, group)
         return replace(contents, tensors=tensors, structure={})
@@ -184,15 +180,16 @@ class _Layout:
         return name, pattern
 
     def _convert(self, name: str, group: _Group) -> dict[str, StoredTensor]:
-        found: dict[str, list[StoredTensor]] | None = dict(group.sources)
+        converter, sources = group
+        found: dict[str, list[StoredTensor]] | None = dict(sources)
         try:
-            for operation in group.converter.operations:
-                found = self._step(operation, found, group.converter) if found is not None else None
+            for operation in converter.operations:
+                found = self._step(operation, found, converter) if found is not None else None
         except ValueError as error:
             raise _does_not_make_up(name, self._contents, error) from None
         if found is None:
             return self._computed(name, group)
-        first = group.converter.target_patterns[0]
+        first = converter.target_patterns[0]
         return {name if key == first else name.replace(first, key, 1): tensors[0] for key, tensors in found.items()}
 
     def _step(
@@ -227,8 +224,8 @@ class _Layout:
         return {key: storage.bytes_of(tensor.contiguous()) for key, tensor in made.items()}
 
     def _run(self, name: str, group: _Group, read: Callable[[StoredTensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter = copy.deepcopy(group.converter)
-        for pattern, sources in group.sources.items():
+        converter = copy.deepcopy(group[0])
+        for pattern, sources in group[1].items():
             for source in sources:
                 converter.add_tensor(name, source.name, pattern, read(source))
         converted = converter.convert(name, model=self._model, config=self._model.config)

@@ -28,7 +28,7 @@ from shardwise.checkpointing.pickles.torch_files import ZipIndex
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.errors import CheckpointError, listed
 from shardwise.findings import Finding, Severity
-from shardwise.progress import NoProgress, Progress
+from shardwise.progress import Progress
 from shardwise.units import format_bytes, format_count
 
 _log = logging.getLogger("shardwise.checkpointing")
@@ -140,12 +140,11 @@ def _record_checks(contents: Contents) -> Iterator[_Check]:
 
 
 def _failures(
-    contents: Contents, checks: Iterable[_Check], progress: Progress
+    contents: Contents, checks: Iterable[_Check], progress: Progress | None
 ) -> Iterator[tuple[storage.Place, str, int, int]]:
     """The file of each check that fails, what was checked, how many blocks are damaged, where the first starts."""
     sizes = {file: storage.size_of(storage.join(contents.folder, file)) or 0 for file in file_names(contents)}
-    progress.start(sum(sizes.values()), "verifying")
-    try:
+    with storage.counting(progress, sum(sizes.values()), "verifying") as count:
         for file, group in itertools.groupby(checks, key=lambda check: check[0]):
             path = storage.join(contents.folder, file)
             with storage.FileReader(path) as reader:
@@ -153,9 +152,7 @@ def _failures(
                     bad = [ranges[0][0] for ranges, expected in blocks if digest(_read(reader, ranges)) != expected]
                     if bad:
                         yield path, what, len(bad), bad[0]
-            progress.advance(sizes.pop(file, 0))
-    finally:
-        progress.finish()
+            count(sizes.pop(file, 0))
 
 
 def _read(reader: storage.FileReader, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
@@ -164,7 +161,7 @@ def _read(reader: storage.FileReader, ranges: Sequence[tuple[int, int]]) -> Iter
             yield reader.read(start, min(_READ_BYTES, end - start))
 
 
-def refuse_damaged(contents: Contents, progress: Progress) -> None:
+def refuse_damaged(contents: Contents, progress: Progress | None) -> None:
     """Raise if a `torch.save` stream of the checkpoint does not have the CRC-32 it carries."""
     for path, what, _, _ in _failures(contents, _record_checks(contents), progress):
         raise storage.damaged(
@@ -196,10 +193,10 @@ def verify_checkpoint(path: str | Path, *, progress: Progress | None = None) -> 
     if not storage.exists(place):
         raise CheckpointError("there is no such file or folder", where=str(place), fix="check the path")
     steps = [step_folder(place, step) for step in committed_steps(place)]
-    return [finding for folder in steps or [place] for finding in _verify(folder, progress or NoProgress())]
+    return [finding for folder in steps or [place] for finding in _verify(folder, progress)]
 
 
-def _verify(place: storage.Place, progress: Progress) -> list[Finding]:
+def _verify(place: storage.Place, progress: Progress | None) -> list[Finding]:
     try:
         contents = open_checkpoint(place)
         findings = [*unsound(contents), *wrong_files(contents)]
@@ -211,7 +208,7 @@ def _verify(place: storage.Place, progress: Progress) -> list[Finding]:
         return [_error(UNREADABLE, message, error.where or str(place), error.fix or _COPY_AGAIN)]
 
 
-def _damaged(contents: Contents, progress: Progress) -> Iterator[Finding]:
+def _damaged(contents: Contents, progress: Progress | None) -> Iterator[Finding]:
     checks = itertools.chain(_tensor_checks(contents) if contents.block_bytes else (), _record_checks(contents))
     for path, what, count, first in _failures(contents, checks, progress):
         blocks = f"{count} block{'s' if count > 1 else ''}"

@@ -29,14 +29,6 @@ from shardwise.checkpointing.names import (
 )
 from shardwise.checkpointing.reading import Request, RequestReader, Verify, requests_for, stored_differ
 from shardwise.checkpointing.staging import wait_for_copies
-from shardwise.checkpointing.state import (
-    EXTRA_STATE,
-    RunObjects,
-    extra_states,
-    mark_unusable,
-    mark_usable,
-    section_path,
-)
 from shardwise.distributed.agreement import Channel, Ranks, gather_objects, run_on_all
 from shardwise.errors import CheckpointError, listed, require_choice
 from shardwise.planning.settings import dtype_name
@@ -81,7 +73,9 @@ class LoadPlan:
     Making it changes nothing. `ranks` is the channel of those that load; None: weights only.
     """
 
-    def __init__(self, run: RunObjects, contents: Contents, ranks: Channel | None, *, strict: bool, rng: bool) -> None:
+    def __init__(
+        self, run: run_state.RunObjects, contents: Contents, ranks: Channel | None, *, strict: bool, rng: bool
+    ) -> None:
         self.contents, self._differing, self._rank = contents, frozenset[str](), 0
         if ranks is not None:
             self.contents, self._differing = contents_for(contents, ranks.rank, ranks.size)
@@ -103,7 +97,7 @@ class LoadPlan:
             self._plan_model(name, model)
         groups = run.groups(run.tensors()) if run.optimizers else {}
         for key, optimizer in run.optimizers.items():
-            self._plan_optimizer(optimizer, groups[key], section_path("optim", key))
+            self._plan_optimizer(optimizer, groups[key], run_state.section_path("optim", key))
         for key, item in run.objects.items():
             if strict or self._names_under(f"{key}."):
                 self._plan_object((key,), item.state_dict(), item.load_state_dict)
@@ -188,7 +182,7 @@ class LoadPlan:
         tensors = {
             full.removeprefix(prefix): tensor
             for full, tensor in self.contents.tensors.items()
-            if full.startswith(prefix) and (self._weights_only or EXTRA_STATE not in full.split("."))
+            if full.startswith(prefix) and (self._weights_only or run_state.EXTRA_STATE not in full.split("."))
         }
         part = replace(self.contents, tensors=tensors)
         own = self._expected(model, model_tensors(model), tensors)
@@ -196,9 +190,9 @@ class LoadPlan:
         self.matched[name].refuse(part, self._strict)
         if self._strict:
             self._refuse_differing(prefix, "strict=False takes rank 0's")
-        for key, module in extra_states(model).items() if not self._weights_only else ():
+        for key, module in run_state.extra_states(model).items() if not self._weights_only else ():
             if self._strict or f"{prefix}{key}.{run_state.LAYOUT}" in self.contents.values:
-                path = (*section_path("model", name), key)
+                path = (*run_state.section_path("model", name), key)
                 self._plan_object(path, module.get_extra_state(), module.set_extra_state)
 
     def _expected(self, model: nn.Module, own: list[ModelTensor], stored: Collection[str]) -> list[ModelTensor]:
@@ -384,7 +378,7 @@ class LoadPlan:
 
 def _prefix(model: str) -> str:
     """What stands before the names of a model's tensors."""
-    return run_state.dotted(section_path("model", model)) + "."
+    return run_state.dotted(run_state.section_path("model", model)) + "."
 
 
 def _takes(tensor: torch.Tensor, stored: StoredTensor) -> bool:
@@ -419,7 +413,7 @@ def _live_state(
     return tensor if tuple(tensor.shape) == stored.shape else None
 
 
-def open_for(run: RunObjects, path: str | Path) -> Contents:
+def open_for(run: run_state.RunObjects, path: str | Path) -> Contents:
     """A checkpoint of any format under our names; the run's model tells those that the files do not."""
     contents = open_checkpoint(path, model=next(iter(run.models.values())) if len(run.models) == 1 else None)
     require_names(contents, optimizers=bool(run.optimizers))
@@ -427,7 +421,7 @@ def open_for(run: RunObjects, path: str | Path) -> Contents:
 
 
 def load_run(
-    run: RunObjects,
+    run: run_state.RunObjects,
     contents: Contents,
     ranks: Ranks,
     *,
@@ -483,10 +477,10 @@ def load_run(
         on_all(lambda: plan.finish())
     except BaseException as error:  # on any rank: no rank may use the models
         for model in models:
-            mark_unusable(model, str(getattr(error, "where", "") or error))
+            run_state.mark_unusable(model, str(getattr(error, "where", "") or error))
         raise
     for model in models:
-        mark_usable(model)
+        run_state.mark_usable(model)
     for model in models:
         if pending := {canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}:
             materialize(model)  # tables that the model computes itself, and with strict=False what was not stored

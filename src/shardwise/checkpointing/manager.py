@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -116,69 +116,53 @@ class Retention:
                 _log.warning("an old checkpoint could not be removed: %s", error)
 
 
-class FlushOnExit:
-    """Finishes the save in the background when the program ends, by itself or by SIGTERM.
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+"""Checkpointers whose saves in the background are finished when the program ends, by itself or by SIGTERM. A program
+that handles SIGTERM itself is left alone: however it ends, the saves are finished at its exit."""
+_is_terminating = _is_flushed = False
 
-    A program that handles SIGTERM itself is left alone: however it ends, the save is finished at its exit.
-    """
 
-    _living: ClassVar[list[FlushOnExit]] = []
-    """Of all checkpointers that are open; one signal handler is for all."""
-    _is_terminating = _is_flushed = False
+def _swap_handler(old: Any, new: Any) -> None:
+    """Handle SIGTERM in another way, unless somebody does so in a third."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == old:
+        signal.signal(signal.SIGTERM, new)
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = weakref.ref(checkpointer)
-        self._living.append(self)
-        atexit.register(self._at_exit)
-        if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _on_sigterm)
 
-    def forget(self) -> None:
-        """Leave the program's end alone again."""
-        atexit.unregister(self._at_exit)
-        self._living[:] = [each for each in self._living if each is not self]
-        # Somebody may have set another since.
-        if not self._living and _is_main_thread() and signal.getsignal(signal.SIGTERM) == _on_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _at_exit(self) -> None:
+def _finish_all() -> None:
+    """At the end of the program: finish the saves of all checkpointers."""
+    for checkpointer in list(_open):
         try:
-            if (checkpointer := self._checkpointer()) is not None:
-                checkpointer.close()
+            checkpointer.close()
         except Exception as error:  # the program ends anyway; nobody is left to catch it
             _log.error("the last save failed: %s", error)
-        self.forget()
-        if self._is_terminating and not self._living:
-            _terminate()
-
-    @classmethod
-    def flush_all(cls) -> None:
-        """Finish the saves of all checkpointers, then end the program."""
-        for checkpointer in [each._checkpointer() for each in cls._living]:
-            if checkpointer is not None and (thread := checkpointer._thread) is not None:
-                thread.join()
-                if (error := checkpointer._error) is not None:
-                    _log.error("the last save failed: %s", error)
-        cls._is_flushed = True
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    if _is_terminating:
+        _terminate()
 
 
 def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    global _is_terminating
     # The interrupted thread may hold a lock that the save needs: it must go on while another one waits.
-    if FlushOnExit._is_flushed:
+    if _is_flushed:
         _terminate()
-    elif not FlushOnExit._is_terminating:
-        FlushOnExit._is_terminating = True
-        _thread.start_new_thread(FlushOnExit.flush_all, ())
+    elif not _is_terminating:
+        _is_terminating = True
+        _thread.start_new_thread(_flush, ())
+
+
+def _flush() -> None:
+    global _is_flushed
+    for checkpointer in list(_open):
+        if (thread := checkpointer._thread) is not None:
+            thread.join()
+            if (error := checkpointer._error) is not None:
+                _log.error("the last save failed: %s", error)
+    _is_flushed = True
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 def _terminate() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 class Checkpointer:
@@ -241,7 +225,10 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_swept = self._is_closed = False
-        self._flush_on_exit = FlushOnExit(self)
+        _open.add(self)
+        atexit.unregister(_finish_all)
+        atexit.register(_finish_all)  # before what was registered earlier, as by the process group
+        _swap_handler(signal.SIG_DFL, _on_sigterm)
 
     def save(
         self,
@@ -439,7 +426,9 @@ class Checkpointer:
             self.wait()
         finally:
             self._is_closed = True
-            self._flush_on_exit.forget()
+            _open.discard(self)
+            if not _open:
+                _swap_handler(_on_sigterm, signal.SIG_DFL)
             self._saver.close()
 
     def __enter__(self) -> Checkpointer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -15,18 +14,9 @@ from typing import Literal, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ITEM_BYTES, ChunkSpec, Contents, StoredChunk, StoredTensor
 from shardwise.checkpointing.names import ModelTensor, local_chunks
-from shardwise.checkpointing.storage import (
-    COPY_AGAIN,
-    FileReader,
-    bytes_of,
-    checksum_of_parts,
-    counting,
-    damaged,
-    join,
-    size_problem,
-)
 from shardwise.distributed.agreement import gather_over_mesh, is_first, on_rank_zero, raise_on_all_ranks, run_on_all
 from shardwise.errors import CheckpointError
 from shardwise.progress import Progress
@@ -89,7 +79,9 @@ def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[
         for run in chunk.spec.rows(wanted, wanted.numel, along):
             place = part_of(target, request.spec, run)
             if in_place and chunk.data is None and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
-                yield from _direct(tensor, chunk, request, _first(chunk.spec, run) * item_bytes, bytes_of(place))
+                yield from _direct(
+                    tensor, chunk, request, _first(chunk.spec, run) * item_bytes, storage.bytes_of(place)
+                )
             else:
                 yield from _buffered(tensor, chunk, request, run)
 
@@ -150,24 +142,20 @@ def _first(outer: ChunkSpec, inner: ChunkSpec) -> int:
     return index
 
 
-class RangeReader(contextlib.ExitStack):
-    """Reads for one thread: its open file, and buffers that are made when first needed and used over and over."""
+class RangeReader(threading.local):
+    """Reads ranges; each thread has buffers of its own, which are made when first needed and used over and over."""
 
     def __init__(self, contents: Contents, *, verify: bool) -> None:
-        super().__init__()
         self._contents, self._verify = contents, verify
-        self._file = ""
-        self._open_file = self.enter_context(contextlib.ExitStack())
         self._buffers: dict[bool, torch.Tensor] = {}
 
-    def bring(self, item: Range) -> None:
-        """Read the bytes to where they belong."""
+    def bring(self, item: Range) -> int:
+        """Read the bytes to where they belong, and count them."""
         if item.memory is not None:
-            self._read(item, item.memory)
-            return
+            return self._read(item, item.memory)
         target, spec = item.request.target.detach(), item.request.spec
         buffer = self._buffer(pinned=target.device.type == "cuda")[: item.num_bytes]
-        self._read(item, bytes_of(buffer))
+        self._read(item, storage.bytes_of(buffer))
         assert item.stored is not None
         wanted = item.stored.overlap(spec)
         assert wanted is not None
@@ -175,50 +163,47 @@ class RangeReader(contextlib.ExitStack):
         if not part_of(stored, item.stored, wanted).is_contiguous() or stored.dtype != target.dtype:
             stored = stored.to(target.device)  # which casts and strides far faster than the CPU
         write_part(target, spec, wanted, part_of(stored, item.stored, wanted))
+        return item.num_bytes
 
-    def check(self, item: Range) -> None:
+    def check(self, item: Range) -> int:
         """Read the bytes for the sake of their checksums alone."""
-        self._read(item, bytes_of(self._buffer(pinned=False))[: item.num_bytes])
+        return self._read(item, storage.bytes_of(self._buffer(pinned=False))[: item.num_bytes])
 
     def _buffer(self, *, pinned: bool) -> torch.Tensor:
         if pinned not in self._buffers:
             self._buffers[pinned] = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         return self._buffers[pinned]
 
-    def _open(self, file: str) -> FileReader:
-        if file != self._file:  # ranges are sorted by file
-            self._open_file.close()
-            self._reader = self._open_file.enter_context(FileReader(join(self._contents.folder, file)))
-            self._file = file
-        return self._reader
-
-    def _read(self, item: Range, buffer: memoryview) -> None:
+    def _read(self, item: Range, buffer: memoryview) -> int:
         """Fill `buffer` with the bytes of the range; a file that is missing, short or damaged raises."""
-        chunk, start = item.chunk, item.start
+        chunk, start, count = item.chunk, item.start, len(buffer)
         if chunk.data is not None:
-            buffer[:] = chunk.data[start : start + len(buffer)]
-            return
+            buffer[:] = chunk.data[start : start + count]
+            return count
+        file = storage.join(self._contents.folder, chunk.file)
         if not self._verify or not chunk.checksums:
-            self._open(chunk.file).read_into(chunk.offset + start, [buffer])
-            return
-        block, stop = self._contents.block_bytes, start + len(buffer)
+            with storage.FileReader(file) as reader:
+                reader.read_into(chunk.offset + start, [buffer])
+            return count
+        block, stop = self._contents.block_bytes, start + count
         begin = start // block * block
         end = min(-(-stop // block) * block, chunk.spec.numel * ITEM_BYTES[item.tensor.dtype])
         # What the range shares its first and last block with: read so that the block can be verified, then dropped.
         before, after = memoryview(bytearray(start - begin)), memoryview(bytearray(end - stop))
-        self._open(chunk.file).read_into(chunk.offset + begin, [before, buffer, after])
+        with storage.FileReader(file) as reader:
+            reader.read_into(chunk.offset + begin, [before, buffer, after])
         for first in range(begin, end, block):
             last = min(first + block, end)
             parts = [buffer[max(first - start, 0) : last - start]]
             parts = ([before] if first < start else []) + parts + ([after] if last > stop else [])
-            if checksum_of_parts(parts) != chunk.checksums[first // block]:
-                file = join(self._contents.folder, chunk.file)
-                raise damaged(
+            if storage.checksum_of_parts(parts) != chunk.checksums[first // block]:
+                raise storage.damaged(
                     f"the checkpoint is damaged: bytes of {item.tensor.name} are not those that were saved",
                     f"{file}, bytes {chunk.offset + first:,} to {chunk.offset + last:,}",
                     "their checksum differs: the disk, the network or a program has changed the file",
-                    COPY_AGAIN + "; `shardwise ckpt verify` lists all damage",
+                    storage.COPY_AGAIN + "; `shardwise ckpt verify` lists all damage",
                 )
+        return count
 
 
 def read_ranges(
@@ -231,21 +216,14 @@ def read_ranges(
     count: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Read all ranges in order, on several threads where that pays; without `write`, only compare checksums."""
-    of_thread = threading.local()
-
-    def bring(item: Range) -> int:
-        if (reader := getattr(of_thread, "reader", None)) is None:
-            reader = of_thread.reader = readers.enter_context(RangeReader(contents, verify=verify))
-        reader.bring(item) if write else reader.check(item)
-        return item.num_bytes
-
+    reader = RangeReader(contents, verify=verify)
     # What the caller's stream has still to do to the targets must not come after our copies on another.
     for device in {item.request.target.device for item in ranges if write}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
     is_small = num_threads == 1 or _num_bytes(ranges) <= CHUNK_BYTES
-    with contextlib.ExitStack() as readers, ThreadPoolExecutor(num_threads, "shardwise-read") as pool:
-        for num_bytes in (map if is_small else pool.map)(bring, ranges):
+    with ThreadPoolExecutor(num_threads, "shardwise-read") as pool:
+        for num_bytes in (map if is_small else pool.map)(reader.bring if write else reader.check, ranges):
             count(num_bytes)
 
 
@@ -265,7 +243,7 @@ def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]
                 end = chunk.offset + chunk.spec.numel * ITEM_BYTES[tensor.dtype]
                 needed[chunk.file] = max(needed.get(chunk.file, 0), end)
     for file, least in sorted(needed.items()):
-        if problem := size_problem(join(contents.folder, file), contents.file_bytes.get(file), least):
+        if problem := storage.size_problem(storage.join(contents.folder, file), contents.file_bytes.get(file), least):
             problems.append(f"{file}: {problem}")
     return problems
 
@@ -295,8 +273,9 @@ def read_requests(
     ranges = [item for request in requests for item in ranges_of(contents.tensors[request.name], request, verify)]
     ranges = [item for item in ranges if write or item.chunk.checksums]
     ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # the order on the disk
-    with counting(progress, _num_bytes(ranges), "loading" if write else "verifying") as count:
-        read_ranges(contents, ranges, num_threads or _num_threads(), verify=verify, write=write, count=count)
+    with storage.counting(progress, _num_bytes(ranges), "loading" if write else "verifying") as count:
+        num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
+        read_ranges(contents, ranges, num_threads, verify=verify, write=write, count=count)
 
 
 def read_chunk(
@@ -307,7 +286,7 @@ def read_chunk(
     request = Request(tensor.name, torch.empty(spec.sizes, dtype=getattr(torch, tensor.dtype)), spec)
     if problem := _problem(tensor, request):
         why = "the checkpoint's index does not fit its files: a part is missing, or the index is damaged"
-        raise damaged(f"cannot read {tensor.name}: {problem}", contents.path, why)
+        raise storage.damaged(f"cannot read {tensor.name}: {problem}", contents.path, why)
     read_ranges(contents, list(ranges_of(tensor, request, verify)), 1, verify=verify)
     return request.target
 
@@ -321,7 +300,7 @@ def stored_differ(contents: Contents, first: StoredTensor, copy: StoredTensor, s
         for tensor in (first, copy)
     ]
     return known[0] != known[1] and any(
-        bytes_of(read_chunk(contents, first, part)) != bytes_of(read_chunk(contents, copy, part))
+        storage.bytes_of(read_chunk(contents, first, part)) != storage.bytes_of(read_chunk(contents, copy, part))
         for spec in specs
         for part in first.portions(spec, _BROADCAST_BYTES)
     )
@@ -329,11 +308,6 @@ def stored_differ(contents: Contents, first: StoredTensor, copy: StoredTensor, s
 
 def _num_bytes(ranges: list[Range]) -> int:
     return sum(item.num_bytes for item in ranges)
-
-
-def _num_threads() -> int:
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return min(_MAX_THREADS, len(allowed))
 
 
 def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *, broadcast: bool) -> Contents:
@@ -373,7 +347,7 @@ class RequestReader:
         wanted: dict[str, list[Request]] = {name: [] for name in self._names(requests)}
         for request in requests:
             wanted[request.name].append(request)
-        with counting(progress, sum(contents.tensors[name].num_bytes for name in wanted), "loading") as count:
+        with storage.counting(progress, sum(contents.tensors[name].num_bytes for name in wanted), "loading") as count:
             for name, own in wanted.items():
                 self._read_and_send(contents, contents.tensors[name], own, verify, count)
 
@@ -389,7 +363,7 @@ class RequestReader:
             if is_first(mesh):
                 try:
                     rows = read_chunk(contents, stored, spec, verify=verify)
-                    bytes_of(data)[:-1] = bytes_of(rows)
+                    storage.bytes_of(data)[:-1] = storage.bytes_of(rows)
                 except BaseException as caught:
                     error, data[-1] = caught, 1
             if mesh is not None:

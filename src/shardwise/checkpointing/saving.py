@@ -140,12 +140,12 @@ def describe_run(run: RunObjects) -> dict[str, Any]:
     """Meshes, plans and dtypes of the models, as JSON; the same on every rank."""
     described: dict[str, Any] = {}
     for name, model in run.models.items():
-        state = sharded_state(model)
-        mesh = widest_mesh(model.parameters())
+        state, mesh = sharded_state(model), widest_mesh(model.parameters())
+        names = () if mesh is None else mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
         described[name] = {
             "class": type(model).__qualname__,
             "dtypes": sorted(map(dtype_name, {p.dtype for p in model.parameters()})),
-            "mesh": None if mesh is None else _axes(mesh),
+            "mesh": None if mesh is None else dict(zip(names, mesh.shape, strict=True)),
             "plan": None if state is None else _encoded(state.plan),
         }
     return {"models": described, **({"trainable_only": True} if run.trainable_only else {})}
@@ -155,11 +155,6 @@ def describe_run(run: RunObjects) -> dict[str, Any]:
 def _encoded(plan: Plan) -> dict[str, Any]:
     # Training waits for it at every save, and a plan has a line for each parameter.
     return json.loads(plan.to_json())
-
-
-def _axes(mesh: Any) -> dict[str, int]:
-    names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
-    return {name: mesh.size(axis) for axis, name in enumerate(names)}
 
 
 def _path(name: str, paths: Mapping[str, KeyPath]) -> KeyPath:

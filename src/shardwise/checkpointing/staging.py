@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import threading
@@ -27,7 +28,6 @@ _POLL_S = 0.002
 _SMALL_BYTES = 4096  # step counts lie on the CPU even where all else is on a GPU
 _lock = threading.Lock()
 _active: set[AsyncCopy] = set()
-_is_hooked = False
 
 
 @dataclass(eq=False, slots=True)
@@ -255,12 +255,10 @@ def copy_on_device(staged_tensors: Sequence[StagedTensor]) -> list[Any]:
     return [pool, copies]
 
 
+@functools.cache
 def _install_hook() -> None:
     # Never removed: it costs nothing, and a hook cannot be removed while hooks run.
-    global _is_hooked
-    if not _is_hooked:
-        register_optimizer_step_pre_hook(lambda *_unused: wait_for_copies())
-        _is_hooked = True
+    register_optimizer_step_pre_hook(lambda *_unused: wait_for_copies())
 
 
 def _copy_now(memory: torch.Tensor, target: torch.Tensor) -> None:

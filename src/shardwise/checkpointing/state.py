@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.checkpointing.contents import KeyPath
-from shardwise.checkpointing.formats.values import decode_value, encode_value
+from shardwise.checkpointing.formats.values import decode_value, encode_value, unreadable_value
 from shardwise.checkpointing.names import ModelTensor, canonical_name, model_tensors
 from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.random_state import random_state, seed_everything, set_random_state
-from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.inventory import is_meta, local_tensor
 from shardwise.sharding.registry import names_elsewhere, sharded_state
 from shardwise.sharding.repointing import COUNTERS, refuse_foreign
 
@@ -116,12 +116,7 @@ def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
             return [unflatten(item, found) for item in items]
         case {"tuple": list(items)}:
             return tuple(unflatten(item, found) for item in items)
-    raise CheckpointError(
-        "the layout of an object is not readable",
-        where=str(layout)[:120],
-        why="it was written by a newer version, or it is damaged",
-        fix="verify the checkpoint: shardwise ckpt verify PATH",
-    )
+    raise unreadable_value(layout, "the layout of an object")
 
 
 def _has_tensor(value: object) -> bool:
@@ -441,15 +436,20 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def refuse_empty(tensors: Iterable[ModelTensor]) -> None:
+    """Raise a CheckpointError if there are no values to save."""
+    if empty := [tensor.name for tensor in tensors if is_meta(tensor.tensor)]:
+        raise CheckpointError(
+            f"{len(empty)} tensors have no values to save",
+            where=", ".join(empty[:5]),
+            why="they are on the meta device",
+            fix="shardwise.materialize(model), or shardwise.load_weights(model, path)",
+        )
+
+
 def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor], path: KeyPath) -> None:
+    refuse_empty(tensors)
     for entry in tensors:
-        if entry.tensor.is_meta:
-            raise CheckpointError(
-                "a tensor on the meta device has no values to save",
-                where=entry.name,
-                why="the model was built on the meta device and not materialised since",
-                fix="shardwise.materialize(model), or load weights into it",
-            )
         # A forward may write a buffer (running statistics); only a step, or somebody by hand, writes parameters.
         name = found.add((*path, entry.name), entry.tensor, unchanged_until_step=entry.is_parameter)
         for alias in entry.aliases:

@@ -101,7 +101,6 @@ COPY_AGAIN = "load an older checkpoint, or copy this one again"
 
 Place: TypeAlias = Path | str
 """A local path, or the URL of a store that fsspec serves."""
-_BATCH_BYTES, _BATCH_BUFFERS = 8 << 20, 512  # written by one system call
 _FIXES = {
     errno.ENOSPC: "free space on the disk, or keep fewer checkpoints",
     errno.EDQUOT: "free space in your quota, or keep fewer checkpoints",
@@ -228,7 +227,7 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
     """A new file, written from front to back; a file of that name must not exist yet."""
 
     def __init__(self, path: Place) -> None:
-        self._path, self._waiting, self._num_waiting = path, [], 0
+        self._path = path
         self.num_bytes = 0
         """Bytes that were appended so far."""
         with os_errors("create the file", path):
@@ -238,21 +237,20 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
             else:  # O_EXCL: never through a link that somebody laid, never over a file that is there
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._flush()
-        finally:
-            with os_errors("close the file", self._path):
-                self._file.close() if isinstance(self._path, str) else os.close(self._file)
+    def __exit__(self, *_: object) -> None:
+        with os_errors("close the file", self._path):
+            self._file.close() if isinstance(self._path, str) else os.close(self._file)
 
     def append(self, data: memoryview | bytes) -> None:
-        """Write after what is there; many at a time, so that the memory must not change before the next `sync`."""
-        self._waiting.append(memoryview(data))
-        self._num_waiting += len(data)
+        """Write after what is there."""
         self.num_bytes += len(data)
-        if self._num_waiting >= _BATCH_BYTES or len(self._waiting) >= _BATCH_BUFFERS:
-            self._flush()
+        with os_errors("write the file", self._path):
+            if isinstance(self._path, str):
+                self._file.write(data)
+                return
+            rest = memoryview(data)
+            while len(rest):
+                rest = rest[os.writev(self._file, [rest]) :]
 
     def append_blocks(self, parts: Iterable[memoryview], block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
         """Write bytes that belong together; return the checksum of each block of them, the last may be shorter."""
@@ -271,26 +269,14 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
 
     def rewrite_start(self, data: bytes) -> None:
         """Put other bytes at the start of a local file."""
-        self._flush()
         with os_errors("write the file", self._path):
             os.pwrite(self._file, data, 0)
 
     def sync(self) -> None:
         """Return once the disk has it all; a store has what it has."""
-        self._flush()
         if isinstance(self._path, Path):
             with os_errors("sync the file", self._path):
                 os.fsync(self._file)
-
-    def _flush(self) -> None:
-        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
-        with os_errors("write the file", self._path):
-            if isinstance(self._path, str):
-                for data in waiting:
-                    self._file.write(data)
-                return
-            while waiting := [data for data in waiting if len(data)]:
-                waiting = _drop(waiting, os.writev(self._file, waiting))
 
 
 def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:

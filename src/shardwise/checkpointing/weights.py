@@ -24,7 +24,7 @@ from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_run, open_for
 from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_tensors, rename_contents
 from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
-from shardwise.checkpointing.state import FlatState, RunObjects, Stateful, refuse_unusable
+from shardwise.checkpointing.state import FlatState, RunObjects, Stateful, refuse_empty, refuse_unusable
 from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
 from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_on_all_ranks, run_on_all
 from shardwise.distributed.mesh import widest_mesh
@@ -35,7 +35,7 @@ from shardwise.progress import Progress
 from shardwise.sharding.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from shardwise.sharding.adapters import adapter_keys, peft_config, refuse_other_adapters, without_adapters
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
-from shardwise.sharding.inventory import class_name, is_meta, take_inventory
+from shardwise.sharding.inventory import class_name, take_inventory
 from shardwise.sharding.materialize import mesh_of
 from shardwise.sharding.registry import names_elsewhere
 from shardwise.units import parse_bytes
@@ -209,14 +209,7 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
     if format == "peft":
         peft_config(model)  # raises without adapters
         tensors = [tensor for tensor in tensors if tensor.name in adapter_keys(model)]
-    empty = [tensor.name for tensor in tensors if is_meta(tensor.tensor)]
-    if empty:
-        raise CheckpointError(
-            f"{len(empty)} tensors have no values to save",
-            where=", ".join(empty[:5]),
-            why="they are on the meta device",
-            fix="shardwise.materialize(model), or shardwise.load_weights(model, path)",
-        )
+    refuse_empty(tensors)
     return tensors
 
 

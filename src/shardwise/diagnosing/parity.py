@@ -393,16 +393,6 @@ class RunComparison:
         return dict(self.model.named_parameters(remove_duplicate=False))
 
 
-def earliest(differences: list[Difference], order: Mapping[str, int]) -> Difference | None:
-    """The first of several ranks' first differences: by step, then by what happens first in a step."""
-
-    def moment(difference: Difference) -> tuple[int, int, int]:
-        seen = difference.deviation
-        return seen.step, criteria.ORDER.index(seen.quantity), order.get(seen.name, 0)
-
-    return min(differences, key=moment, default=None)
-
-
 def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What this rank holds of a tensor, and the same part of one process's.
 
@@ -606,7 +596,12 @@ def _verdict(comparison: RunComparison, plan: Plan) -> Parity:
     """What all ranks saw together. Collective."""
     seen = gather_over_mesh(comparison.mesh, (comparison.first, comparison.worst, comparison.losses))
     differences, worst_by_rank, losses = zip(*seen, strict=True)
-    first = earliest([each for each in differences if each is not None], comparison.reference.parameter_order)
+
+    def moment(difference: Difference) -> tuple[int, int, int]:
+        seen, order = difference.deviation, comparison.reference.parameter_order
+        return seen.step, criteria.ORDER.index(seen.quantity), order.get(seen.name, 0)
+
+    first = min(filter(None, differences), key=moment, default=None)
     worst = [[rank[quantity] for rank in worst_by_rank if quantity in rank] for quantity in criteria.ORDER]
     mesh = " x ".join(f"{name} {size}" for name, size in plan.axes) or "one rank"
     return Parity(

@@ -6,8 +6,7 @@ import ctypes
 import difflib
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -60,7 +59,7 @@ class Channel:
         if self._group is None:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        with self._named_failures():
+        try:
             lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
             self._group.allgather([lengths], [torch.tensor([len(data)], device="cpu")]).wait()
             # On the CPU whatever the default device is; zeros, so that no memory of ours travels as padding.
@@ -71,15 +70,6 @@ class Channel:
                 self._group.allgather([parts], [sent]).wait()
             else:
                 compat.gather_on(self._group, sent, parts)
-        return [
-            value if rank == self.rank else pickle.loads(ctypes.string_at(part.data_ptr(), int(length)))
-            for rank, (part, length) in enumerate(zip(parts, lengths, strict=False))
-        ]
-
-    @contextmanager
-    def _named_failures(self) -> Iterator[None]:
-        try:
-            yield
         except RuntimeError as error:
             raise self._kind(
                 "the ranks cannot reach each other",
@@ -87,6 +77,10 @@ class Channel:
                 why="a rank has ended, or was killed, before all ranks had finished this call",
                 fix="see the first error of the other ranks",
             ) from error
+        return [
+            value if rank == self.rank else pickle.loads(ctypes.string_at(part.data_ptr(), int(length)))
+            for rank, (part, length) in enumerate(zip(parts, lengths, strict=False))
+        ]
 
 
 Ranks = dist.ProcessGroup | DeviceMesh | Channel | None

@@ -61,7 +61,8 @@ def axis_names(mesh: DeviceMesh) -> dict[str, str]:
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     """What each axis of `mesh` is for (one of `AXES`), and its number of ranks; as `axis_names`."""
-    return {meaning: mesh.size(_index(mesh, name)) for meaning, name in axis_names(mesh).items()}
+    names = mesh.mesh_dim_names or ("",)
+    return {meaning: mesh.size(names.index(name)) for meaning, name in axis_names(mesh).items()}
 
 
 def mesh_axes(mesh: DeviceMesh | MeshConfig | None) -> tuple[dict[str, int], str]:
@@ -252,10 +253,6 @@ def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 def _present(mesh: DeviceMesh | None) -> DeviceMesh:
     assert mesh is not None, "a mesh has an axis that shards"
     return mesh
-
-
-def _index(mesh: DeviceMesh, name: str) -> int:
-    return (mesh.mesh_dim_names or ("",)).index(name)
 
 
 def ranks_per_machine() -> int | None:

@@ -257,15 +257,12 @@ class PeerView:
 def _towers(groups: Sequence[str]) -> list[str]:
     """The outermost modules that contain one of the groups each, and none of the others."""
     paths = [tuple(name.partition(" [")[0].split(".")) for name in groups]
-    found = dict.fromkeys(
-        path[: next((n for n in range(1, len(path)) if not _any_starts(paths, path[:n], path)), len(path))]
-        for path in paths
-    )
+    found = {}
+    for path in paths:
+        others = {other[:n] for other in paths if other != path for n in range(1, len(other) + 1)}
+        length = next((n for n in range(1, len(path)) if path[:n] not in others), len(path))
+        found[path[:length]] = None
     return [".".join(path) for path in found if path != ("(root)",)]
-
-
-def _any_starts(paths: Sequence[tuple[str, ...]], prefix: tuple[str, ...], own: tuple[str, ...]) -> bool:
-    return any(path[: len(prefix)] == prefix for path in paths if path != own)
 
 
 def to_text(error: ShardError, stack: str) -> str:

@@ -54,7 +54,8 @@ class TerminalProgress:
         if self._bars is not None:
             self._bars.update(self._bars.task_ids[0], advance=steps, note=note)
         elif before == 0 or self._tenth(before) != self._tenth(self._done):
-            self._print(f"{self._label} {self._count()}  {note}".rstrip())
+            # A note on bytes says once more how many there are.
+            self._print(f"{self._label} {self._count()}  {'' if self._in_bytes else note}".rstrip())
 
     def finish(self, note: str = "") -> None:
         """Leave the bar as it stands and print the last note under it."""

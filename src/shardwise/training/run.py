@@ -40,6 +40,7 @@ from shardwise.sharding.blocks import AdaptiveActivations, checkpoint_activation
 from shardwise.sharding.materialize import materialize
 from shardwise.sharding.parallel.context_attention import SequenceLayout, split_sequences
 from shardwise.sharding.parallel.pipeline import Pipeline, num_microbatches, pipeline
+from shardwise.training import run_folder
 from shardwise.training.data import open_data, open_evaluation
 from shardwise.training.data.loader import check_batch
 from shardwise.training.data.samples import Batch
@@ -48,18 +49,6 @@ from shardwise.training.metrics import Metrics, StepLogger, StepMetrics
 from shardwise.training.microbatching import Microbatches
 from shardwise.training.objective import BadLosses, Objective, StepBatches
 from shardwise.training.optimizers import ClippingAdamW, build_optimizer, parameter_kinds
-from shardwise.training.run_folder import (
-    CHECKPOINTS,
-    CheckpointRef,
-    Checkpoints,
-    TrainState,
-    find_resumed,
-    prepare_folder,
-    refuse_other_model,
-    refuse_other_weights,
-    with_folder,
-    write_config,
-)
 from shardwise.training.schedules import Schedule
 from shardwise.units import format_bytes, format_count
 
@@ -185,9 +174,13 @@ def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
     return total
 
 
-def check_disk(config: RunConfig, num_bytes: int, found: CheckpointRef | None) -> list[str]:
+def check_disk(config: RunConfig, num_bytes: int, found: run_folder.CheckpointRef | None) -> list[str]:
     """Raise if the run's first checkpoint does not fit on its disk; return notes if later ones will not."""
-    folder, training, checkpoint = Path(config.folder or "") / CHECKPOINTS, config.training, config.checkpoint
+    folder, training, checkpoint = (
+        Path(config.folder or "") / run_folder.CHECKPOINTS,
+        config.training,
+        config.checkpoint,
+    )
     if found is not None and found.path.parent == folder and found.step >= training.steps:
         return []  # a finished run saves nothing
     existing = folder.absolute()
@@ -227,7 +220,7 @@ class Examined:
     """On meta."""
     plan: Plan | None = None
     objective: Objective | None = None
-    resumed: CheckpointRef | None = None
+    resumed: run_folder.CheckpointRef | None = None
     """The checkpoint to resume from; on rank 0 only."""
     disk_notes: list[str] = field(default_factory=list)
     """From `check_disk`."""
@@ -290,15 +283,15 @@ def check_parallel(config: RunConfig, num_data_ranks: int) -> None:
 
 
 def _examine_folder(examined: Examined, starts: bool) -> None:
-    config = examined.config = with_folder(examined.config, reserve=starts)
+    config = examined.config = run_folder.with_folder(examined.config, reserve=starts)
     folder, model = Path(config.folder or ""), examined.model
     if starts:
-        prepare_folder(folder)
-    found = examined.resumed = find_resumed(folder / CHECKPOINTS, config.checkpoint.resume)
+        run_folder.prepare_folder(folder)
+    found = examined.resumed = run_folder.find_resumed(folder / run_folder.CHECKPOINTS, config.checkpoint.resume)
     if found is not None:
-        refuse_other_model(folder, config)
+        run_folder.refuse_other_model(folder, config)
         if model is not None:
-            refuse_other_weights(found, model)
+            run_folder.refuse_other_weights(found, model)
     if model is not None and examined.plan is not None:
         examined.disk_notes = check_disk(config, checkpoint_bytes(model, examined.plan, config), found)
 
@@ -442,7 +435,7 @@ class TrainingRun:
         """Shard and materialise the model, build its optimizer, and load the checkpoint to resume from."""
         config, model, training, resumed = self.config, self.model, self.config.training, examined.resumed
         trainable_only = config.lora is not None  # frozen weights are not in a checkpoint
-        self.checkpoints = Checkpoints(self.folder, config.checkpoint, stack, trainable_only=trainable_only)
+        self.checkpoints = run_folder.Checkpoints(self.folder, config.checkpoint, stack, trainable_only=trainable_only)
         assert examined.plan is not None
         activations = prepare_blocks(model, config.shard, examined.plan, self.device)
         weights = weights_of(config) if resumed is None or trainable_only else None  # a checkpoint has its own
@@ -464,13 +457,13 @@ class TrainingRun:
         self.expert_bias = ExpertBias(model, [own_tokens.get_group(axis) for axis in range(own_tokens.ndim)])
         self.bad_losses = BadLosses(training)
         run_on_all(lambda: refuse_errors(check(model, self.optimizer)))
-        self.state: TrainState = {"model": model, "optimizers": self.optimizer, "schedule": self.schedule}
+        self.state: run_folder.TrainState = {"model": model, "optimizers": self.optimizer, "schedule": self.schedule}
         self.state |= {"data": self.data, "bad_losses": self.bad_losses}
         self.state |= {} if self.ema is None else {"ema": self.ema}
         if resumed is not None:
             self.checkpoints.load(resumed, self.state)
             self.schedule.apply()  # the settings may have changed
-        on_rank_zero(lambda: write_config(self.folder, config))
+        on_rank_zero(lambda: run_folder.write_config(self.folder, config))
         rows, record = training.batch_size // self.num_data_ranks, self.folder / "micro_batch_size"
         self.microbatches = Microbatches(model, rows, training.micro_batch_size, record=record, activations=activations)
 

@@ -12,15 +12,8 @@ from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, join_files, read_index, refuse_overwrite
 from shardwise.checkpointing.formats.values import decode_value, put_together
+from shardwise.checkpointing.pickles import torch_files
 from shardwise.checkpointing.pickles.machine import TensorRef
-from shardwise.checkpointing.pickles.torch_files import (
-    RECORD,
-    ZipStream,
-    checksum_record,
-    dumps,
-    read_torch_file,
-    tensor_call,
-)
 from shardwise.errors import CheckpointError
 
 NOTES = "__shardwise__"
@@ -90,7 +83,7 @@ def _is_plain(value: Any) -> bool:
 
 def read_full(path: str | storage.Place) -> Contents:
     """Read a `torch.save` file of a state dict, or of nested dictionaries, whose keys are joined by dots."""
-    file = read_torch_file(path)
+    file = torch_files.read_torch_file(path)
     tensors = {}
     for name, reference in file.state.tensors.items():
         if not isinstance(reference, TensorRef):
@@ -136,15 +129,17 @@ class FullWriter:
         """Write the tensors' bytes, which come in the order of `order`; call it on one rank."""
         self.check()
         keys = {id(tensor): str(index) for index, tensor in enumerate(self.order)}
-        pickled = dumps(_as_calls(self._tree, keys))
-        stream, checksums = ZipStream(), {}
+        pickled = torch_files.dumps(_as_calls(self._tree, keys))
+        stream, checksums = torch_files.ZipStream(), {}
         with storage.replace_file(self._path) as file:
             file.append(stream.opening(pickled))
             for tensor in self.order:
                 key = keys[id(tensor)]
                 file.append(stream.record(f"data/{key}", tensor.num_bytes))
                 checksums[key] = append_tensor(file, tensor, chunks)
-            file.append(stream.whole(RECORD, checksum_record(pickled, checksums)) + stream.close())
+            file.append(
+                stream.whole(torch_files.RECORD, torch_files.checksum_record(pickled, checksums)) + stream.close()
+            )
 
 
 def tensors_in(tree: Any) -> list[StoredTensor]:
@@ -158,7 +153,7 @@ def tensors_in(tree: Any) -> list[StoredTensor]:
 def _as_calls(tree: Any, keys: Mapping[int, str]) -> Any:
     """The tree with the pickle's way to say "this tensor" in place of each."""
     if isinstance(tree, StoredTensor):
-        return tensor_call(tree.dtype, tree.shape, keys[id(tree)])
+        return torch_files.tensor_call(tree.dtype, tree.shape, keys[id(tree)])
     if isinstance(tree, Mapping):
         return {key: _as_calls(value, keys) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):

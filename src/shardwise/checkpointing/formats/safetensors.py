@@ -13,20 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpointing import storage
-from shardwise.checkpointing.contents import (
-    DTYPES,
-    ITEM_BYTES,
-    ChunkSpec,
-    Contents,
-    StoredChunk,
-    StoredTensor,
-    merge_contents,
-    sizes_of,
-)
+from shardwise.checkpointing import contents, storage
 from shardwise.errors import CheckpointError
 
-_DTYPES = {name: dtype for dtype, (_, name, _) in DTYPES.items() if name}
+_DTYPES = {name: dtype for dtype, (_, name, _) in contents.DTYPES.items() if name}
 """The format's names of dtypes, and torch's."""
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -46,7 +36,7 @@ def is_safetensors(path: str | storage.Place) -> bool:
     return any(name.endswith(_WEIGHT_SUFFIXES) for name in (storage.split(place)[1], *storage.names_in(place)))
 
 
-def read_safetensors(path: str | storage.Place) -> Contents:
+def read_safetensors(path: str | storage.Place) -> contents.Contents:
     """Read the headers of a file, of an index and its files, or of the weights in a folder."""
     place = storage.place(path)
     folder, name = storage.split(place)
@@ -103,11 +93,11 @@ def join_files(
     path: storage.Place,
     format: str,
     folder: storage.Place,
-    read: Mapping[str, Contents],
+    read: Mapping[str, contents.Contents],
     index: Mapping[str, str] | None,
-) -> Contents:
+) -> contents.Contents:
     """The tensors of several files, by name of the file; where there is an index, it says which file counts."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, contents.StoredTensor] = {}
     for file, part in read.items():
         for name, tensor in part.tensors.items():
             if index is not None and index.get(name, file) != file:
@@ -123,10 +113,10 @@ def join_files(
     block_bytes = {part.block_bytes for part in read.values() if part.block_bytes}
     if len(block_bytes) > 1:
         raise _broken(path, "files with checksums over blocks of different sizes", f"{sorted(block_bytes)} bytes")
-    return replace(merge_contents(path, format, read.values()), tensors=tensors)
+    return replace(contents.merge_contents(path, format, read.values()), tensors=tensors)
 
 
-def _read_header(folder: storage.Place, name: str) -> Contents:
+def _read_header(folder: storage.Place, name: str) -> contents.Contents:
     path = storage.join(folder, name)
     size = storage.size_of(path)
     if size is None:
@@ -141,7 +131,7 @@ def _read_header(folder: storage.Place, name: str) -> Contents:
         return _parse(path, data, size)
 
 
-def _parse(path: storage.Place, data: bytes, size: int) -> Contents:
+def _parse(path: storage.Place, data: bytes, size: int) -> contents.Contents:
     header = json.loads(data, object_pairs_hook=_without_duplicates)
     if not isinstance(header, dict):
         raise ValueError("it is not an object")
@@ -161,19 +151,19 @@ def _parse(path: storage.Place, data: bytes, size: int) -> Contents:
         end += tensor.num_bytes
     if end != size:
         raise ValueError(f"the tensors end at byte {end:,}, the file at {size:,}")
-    return Contents(path, "safetensors", tensors, file_bytes={file: size}, block_bytes=block_bytes)
+    return contents.Contents(path, "safetensors", tensors, file_bytes={file: size}, block_bytes=block_bytes)
 
 
-def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -> StoredTensor:
+def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -> contents.StoredTensor:
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which torch does not have")
-    shape = sizes_of(entry["shape"])
-    start, end = sizes_of(entry["data_offsets"])
-    if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+    shape = contents.sizes_of(entry["shape"])
+    start, end = contents.sizes_of(entry["data_offsets"])
+    if end - start != math.prod(shape) * contents.ITEM_BYTES[dtype]:
         raise ValueError(f"{name!r} of shape {list(shape)} and {dtype} has {end - start:,} bytes")
-    chunk = StoredChunk(ChunkSpec.whole(shape), file, data_start + start, storage.from_hex(checksums))
-    return StoredTensor(name, dtype, shape, (chunk,))
+    chunk = contents.StoredChunk(contents.ChunkSpec.whole(shape), file, data_start + start, storage.from_hex(checksums))
+    return contents.StoredTensor(name, dtype, shape, (chunk,))
 
 
 def _checksums(data: bytes, metadata: Mapping[str, str]) -> tuple[int, dict[str, str]]:
@@ -206,12 +196,12 @@ def _broken(path: storage.Place, what: str, why: str) -> CheckpointError:
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """What Hugging Face's tools write by default."""
-Chunks = Iterator[tuple[StoredTensor, memoryview]]
+Chunks = Iterator[tuple[contents.StoredTensor, memoryview]]
 """Bytes to write: a tensor and its next bytes, row-major; as many a tensor as it takes."""
 _ALIGNMENT = 64
 
 
-def append_tensor(file: storage.FileWriter, info: StoredTensor, chunks: Chunks) -> tuple[int, ...]:
+def append_tensor(file: storage.FileWriter, info: contents.StoredTensor, chunks: Chunks) -> tuple[int, ...]:
     """Write the next tensor of `chunks`, which must be `info`; return the checksums of its blocks."""
 
     def parts() -> Iterator[memoryview]:
@@ -233,7 +223,7 @@ class SafetensorsWriter:
     def __init__(
         self,
         path: Path,
-        tensors: Iterable[StoredTensor],
+        tensors: Iterable[contents.StoredTensor],
         *,
         max_shard_bytes: int | None = DEFAULT_SHARD_BYTES,
         stem: str = "model",
@@ -250,8 +240,8 @@ class SafetensorsWriter:
             shards[-1].append(tensor)
             size += tensor.num_bytes
         # Within a file the widest dtypes come first, so that every tensor is aligned.
-        self._shards: list[list[StoredTensor]] = [
-            sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]) for shard in shards
+        self._shards: list[list[contents.StoredTensor]] = [
+            sorted(shard, key=lambda tensor: -contents.ITEM_BYTES[tensor.dtype]) for shard in shards
         ]
         self.order = [tensor for shard in self._shards for tensor in shard]
         """The tensors as they are written; ranks that gather for the one that writes follow it."""
@@ -306,7 +296,7 @@ class SafetensorsWriter:
             _publish_folder(partial, self._path, {*names, *small})
 
 
-def _write_file(file: storage.FileWriter, tensors: Sequence[StoredTensor], chunks: Chunks) -> None:
+def _write_file(file: storage.FileWriter, tensors: Sequence[contents.StoredTensor], chunks: Chunks) -> None:
     blanks = {tensor.name: _BLANK * -(-tensor.num_bytes // storage.BLOCK_BYTES) for tensor in tensors}
     file.append(_header(tensors, blanks))
     header = _header(tensors, {tensor.name: storage.to_hex(append_tensor(file, tensor, chunks)) for tensor in tensors})
@@ -314,7 +304,7 @@ def _write_file(file: storage.FileWriter, tensors: Sequence[StoredTensor], chunk
     file.rewrite_start(header)
 
 
-def _header(tensors: Sequence[StoredTensor], digests: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[contents.StoredTensor], digests: Mapping[str, str]) -> bytes:
     """Of the same length whether the checksums are known or not."""
     ours = json.dumps({"block_bytes": storage.BLOCK_BYTES, "xxh3": digests}, separators=(",", ":"))
     header: dict[str, object] = {"__metadata__": {"format": "pt", _HEADER_CHECKSUM_KEY: _BLANK, _METADATA_KEY: ours}}
@@ -322,7 +312,11 @@ def _header(tensors: Sequence[StoredTensor], digests: Mapping[str, str]) -> byte
     for tensor in tensors:
         offsets = [end, end + tensor.num_bytes]
         end = offsets[1]
-        header[tensor.name] = {"dtype": DTYPES[tensor.dtype][1], "shape": tensor.shape, "data_offsets": offsets}
+        header[tensor.name] = {
+            "dtype": contents.DTYPES[tensor.dtype][1],
+            "shape": tensor.shape,
+            "data_offsets": offsets,
+        }
     data = json.dumps(header, separators=(",", ":")).encode()
     data += b" " * (-(8 + len(data)) % _ALIGNMENT)
     if len(data) > MAX_HEADER_BYTES:

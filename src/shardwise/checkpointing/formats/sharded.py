@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ _DCP_VERSION = "1.0.0"
 _STEP = re.compile(r"step-(\d{8,})")
 _DATA_FILE = re.compile(r"__\d+_0\.distcp")
 _PARTIAL, _REMOVING = ".partial", ".removing"
-_COUNTED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,8 @@ def write_rank_file(
                 head, tail = torch_files.tensor_frame(item.dtype, item.spec.sizes, start=start)
                 put(head)
                 offset = writer.num_bytes
-                checksums = writer.append_blocks(_counted(data, count), block_bytes)
+                checksums = writer.append_blocks([data], block_bytes)
+                count(len(data))
                 put(tail)
                 chunk = StoredChunk(item.spec, file, offset, checksums)
                 tensor = StoredTensor(item.name, item.dtype, item.shape, (chunk,))
@@ -118,13 +118,6 @@ def write_rank_file(
         if fsync:
             writer.sync()
     return FileRecord(file, writer.num_bytes, frame.intdigest(), tuple(tensors), tuple(streams), block_bytes)
-
-
-def _counted(data: memoryview, count: Callable[[int], None]) -> Iterator[memoryview]:
-    for begin in range(0, len(data), _COUNTED_BYTES):
-        part = data[begin : begin + _COUNTED_BYTES]
-        yield part
-        count(len(part))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +202,6 @@ def _instance(name: str, state: Any) -> torch_files.Instance:
 def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header: Header, metadata: bytes) -> bytes:
     """The manifest, whose first line holds the checksum of all that follows; raises unless it holds the whole state."""
     parts = parts_by_name(records)
-    block_bytes = {record.block_bytes for record in records} or {storage.BLOCK_BYTES}
     written = {record.file: (record.num_bytes, record.frame) for record in records}
     written[METADATA_NAME] = (len(metadata), storage.checksum(metadata))
     body = {
@@ -217,7 +209,7 @@ def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header:
         "version": VERSION,
         "step": header.step,
         "world_size": header.world_size,
-        "block_bytes": min(block_bytes),
+        "block_bytes": next((record.block_bytes for record in records), storage.BLOCK_BYTES),
         "details": dict(header.details),
         "files": {file: {"bytes": size, "frame": storage.to_hex([frame])} for file, (size, frame) in written.items()},
         "values": dict(header.values),
@@ -230,7 +222,6 @@ def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header:
         for name, of_ranks in parts.items()
         if len({(tensor.dtype, tensor.shape) for tensor, _ in of_ranks}) > 1
     ]
-    problems += [f"the ranks used blocks of different sizes: {sorted(block_bytes)}"] if len(block_bytes) > 1 else []
     raise_listed(
         problems or _problems(_parsed(folder, body)),
         "{num} tensors or values would not be stored whole; nothing was committed",

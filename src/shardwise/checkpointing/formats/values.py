@@ -58,13 +58,13 @@ def decode_value(encoded: Any) -> Any:
     kind = encoded[_TAG]
     decode = _DECODERS.get(kind) if isinstance(kind, str) else None
     if decode is None:
-        raise _not_an_encoding(encoded)
+        raise unreadable_value(encoded)
     try:
         return decode(encoded)
     except CheckpointError:
         raise
     except Exception as error:
-        raise _not_an_encoding(encoded) from error
+        raise unreadable_value(encoded) from error
 
 
 def _encode_foreign(value: object, where: str) -> Any:
@@ -86,9 +86,10 @@ def _encode_foreign(value: object, where: str) -> Any:
     )
 
 
-def _not_an_encoding(encoded: dict[str, Any]) -> CheckpointError:
+def unreadable_value(encoded: Any, what: str = "a stored value") -> CheckpointError:
+    """The error for what no version that this one knows has encoded."""
     return CheckpointError(
-        f"a stored value is not readable: {str(encoded)[:120]}",
+        f"{what} is not readable: {str(encoded)[:120]}",
         why="it was written by a newer version, or it is damaged",
         fix="verify the checkpoint: shardwise ckpt verify PATH",
     )
@@ -111,7 +112,7 @@ def _decode_torch(encoded: dict[str, Any]) -> Any:
         return torch.Size(encoded["of"])
     dtype = getattr(torch, encoded["of"])
     if not isinstance(dtype, torch.dtype):
-        raise _not_an_encoding(encoded)
+        raise unreadable_value(encoded)
     return dtype
 
 

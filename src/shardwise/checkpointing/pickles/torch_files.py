@@ -16,15 +16,7 @@ from typing import Any, ClassVar
 
 from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import DTYPES, ITEM_BYTES, ChunkSpec, KeyPath, StoredChunk, sizes_of
-from shardwise.checkpointing.pickles.machine import (
-    MAX_PICKLE_BYTES,
-    DTensorRef,
-    Record,
-    ShardedRef,
-    Symbol,
-    TensorRef,
-    read_torch_pickle,
-)
+from shardwise.checkpointing.pickles import machine
 from shardwise.errors import CheckpointError
 
 LOCAL, CENTRAL, END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
@@ -303,8 +295,8 @@ def _central_entry(label: bytes, num_bytes: int, crc: int, offset: int) -> bytes
     return CENTRAL + head + label + extra
 
 
-Ref = TensorRef | ShardedRef | DTensorRef
-_TENSORS = (TensorRef, ShardedRef, DTensorRef)
+Ref = machine.TensorRef | machine.ShardedRef | machine.DTensorRef
+_TENSORS = (machine.TensorRef, machine.ShardedRef, machine.DTensorRef)
 _MAX_DEPTH = 64
 _MAX_CONTAINERS = 1 << 20
 
@@ -340,16 +332,11 @@ def flatten_state(tree: Any, *, where: str = "") -> TorchState:
             flat.tensors[name] = leaf
             continue
         try:
-            flat.values[name] = _plain(leaf, walk, 0)
+            flat.values[name] = plain_value(leaf, walk, 0)
         except OpaqueValue as opaque:
             flat.left_out[name] = str(opaque)
             del flat.structure[name]
     return flat
-
-
-def plain_value(value: Any) -> Any:
-    """What `read_torch_pickle` returned, if it is plain data; else an OpaqueValue is raised."""
-    return _plain(value, _Walk(), 0)
 
 
 class _Walk:
@@ -385,32 +372,36 @@ def _leaves(path: KeyPath, value: Any, walk: _Walk, where: str) -> Iterator[tupl
 
 
 def _key(key: Any) -> str:
-    return key.name if isinstance(key, Symbol) else str(key) if isinstance(key, (str, int, float)) else repr(key)
+    return (
+        key.name if isinstance(key, machine.Symbol) else str(key) if isinstance(key, (str, int, float)) else repr(key)
+    )
 
 
 class OpaqueValue(Exception):
     """The name of a class whose objects are not plain data."""
 
 
-def _plain(value: Any, walk: _Walk, depth: int) -> Any:
+def plain_value(value: Any, walk: _Walk | None = None, depth: int = 0) -> Any:
+    """What `read_torch_pickle` returned, if it is plain data; else an OpaqueValue is raised."""
+    walk = walk or _Walk()
     if value is None or isinstance(value, (str, int, float, complex, bytes)):
         return value
-    if isinstance(value, Symbol):
+    if isinstance(value, machine.Symbol):
         return value.name
     if walk.is_endless(depth):
         raise OpaqueValue("a value nested without end")
     if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value)(_plain(entry, walk, depth + 1) for entry in value)
+        return type(value)(plain_value(entry, walk, depth + 1) for entry in value)
     if isinstance(value, dict):
-        return {_plain(key, walk, depth + 1): _plain(entry, walk, depth + 1) for key, entry in value.items()}
-    if isinstance(value, Record) and value.name == "argparse.Namespace":
-        return _plain(value.fields, walk, depth + 1)
-    if isinstance(value, Record) and value.name.startswith("numpy."):
+        return {plain_value(key, walk, depth + 1): plain_value(entry, walk, depth + 1) for key, entry in value.items()}
+    if isinstance(value, machine.Record) and value.name == "argparse.Namespace":
+        return plain_value(value.fields, walk, depth + 1)
+    if isinstance(value, machine.Record) and value.name.startswith("numpy."):
         return _numpy_value(value)
-    raise OpaqueValue(value.name if isinstance(value, Record) else type(value).__name__)
+    raise OpaqueValue(value.name if isinstance(value, machine.Record) else type(value).__name__)
 
 
-def _numpy_value(value: Record) -> Any:
+def _numpy_value(value: machine.Record) -> Any:
     """The array or scalar whose bytes a pickle holds; an OpaqueValue for other objects of NumPy."""
     try:
         import numpy
@@ -493,7 +484,7 @@ class TorchFile:
         """In its folder."""
         return storage.split(self.place)[1]
 
-    def chunk(self, tensor: TensorRef, spec: ChunkSpec) -> StoredChunk:
+    def chunk(self, tensor: machine.TensorRef, spec: ChunkSpec) -> StoredChunk:
         """The tensor's elements as the chunk `spec` of a larger tensor."""
         wanted = tensor.storage
         start, stored_bytes = self.storages.get(wanted.key, (0, -1))
@@ -506,7 +497,7 @@ class TorchFile:
         is_whole = offset == 0 and num_bytes == stored_bytes
         return StoredChunk(spec, self.name, start + offset, self.checksums.get(wanted.key, ()) if is_whole else ())
 
-    def _in_order(self, tensor: TensorRef, start: int) -> memoryview:
+    def _in_order(self, tensor: machine.TensorRef, start: int) -> memoryview:
         import torch
 
         num_bytes = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
@@ -555,10 +546,10 @@ def read_torch_file(path: str | storage.Place) -> TorchFile:
                 why="its numbers would be read backwards",
                 fix="load it with torch.load there or here, and save it again",
             )
-        pickled = index.read_record("data.pkl", MAX_PICKLE_BYTES)
+        pickled = index.read_record("data.pkl", machine.MAX_PICKLE_BYTES)
         with storage.parsing("the file is damaged: its checksums cannot be used", where):
             block_bytes, checksums = _read_checksums(index, pickled)
-        state = flatten_state(read_torch_pickle(pickled, where=where), where=where)
+        state = flatten_state(machine.read_torch_pickle(pickled, where=where), where=where)
         storages = {
             name.removeprefix("data/"): index.locate(name) for name in index.records if name.startswith("data/")
         }

@@ -50,17 +50,6 @@ def parse_line(line: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def refuse_unreadable(problems: Sequence[str]) -> None:
-    """Raise if some records cannot be read as documents."""
-    raise_listed(
-        problems,
-        "{num} record(s) of the data cannot be read",
-        why="each line of JSONL is one JSON object; the text is in data.text_field, or in data.prompt_field and "
-        "data.response_field",
-        fix="mend or remove these lines, or set the names of the fields",
-    )
-
-
 def to_document(record: Any, config: DataConfig) -> Document:
     """The text of a record; a ValueError says what is wrong with it."""
     if isinstance(record, str):
@@ -518,7 +507,13 @@ def _make_samples(
             spool.add_documents(read_documents(source, items, config, problems))
             progress.advance(max(1, len(source.files)))
     progress.finish()
-    refuse_unreadable(problems)
+    raise_listed(
+        problems,
+        "{num} record(s) of the data cannot be read",
+        why="each line of JSONL is one JSON object; the text is in data.text_field, or in data.prompt_field and "
+        "data.response_field",
+        fix="mend or remove these lines, or set the names of the fields",
+    )
     return _stream_samples(config, spool.stream()), tokenizer
 
 

@@ -56,13 +56,11 @@ class TokenStream:
         tokens = torch.stack([self._stretch(first, length) for first in firsts.tolist()]).to(torch.int64)
         if self.starts is None:
             return tokens, None if self.end_id is None else F.pad(tokens[:, :-1] == self.end_id, (1, 0)), None
-        document, is_start = _documents(self.starts, firsts, length)
-        is_prompt = None
-        if self.prompt_lengths is not None:
-            number = document[:, None] if is_start is None else document[:, None] + is_start.cumsum(1)
-            place = firsts[:, None] + torch.arange(length) - self.starts[number]
-            is_prompt = place < self.prompt_lengths[number]
-        return tokens, is_start, is_prompt
+        places = firsts[:, None] + torch.arange(length)
+        documents = torch.searchsorted(self.starts, places, right=True) - 1
+        begins = self.starts[documents]
+        is_prompt = None if self.prompt_lengths is None else places - begins < self.prompt_lengths[documents]
+        return tokens, F.pad((places == begins)[:, 1:], (1, 0)), is_prompt
 
     def piece(self, first: int, length: int) -> Tensor:
         """Tokens as stored; for checks."""
@@ -81,20 +79,6 @@ class TokenStream:
         if len(parts) == 1 and not missing:
             return parts[0]
         return torch.cat([*parts, torch.zeros(missing, dtype=parts[0].dtype)])
-
-
-def _documents(starts: Tensor, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-    """The document in which each row begins, and where other documents begin in the row."""
-    after = torch.searchsorted(starts, firsts, right=True)
-    counts = torch.searchsorted(starts, firsts + length) - after
-    if not counts.any():
-        return after - 1, None
-    rows = torch.repeat_interleave(counts)
-    skipped = counts.cumsum(0) - counts
-    numbers = torch.arange(len(rows)) - skipped[rows] + after[rows]
-    is_start = torch.zeros(len(firsts), length, dtype=torch.bool)
-    is_start[rows, starts[numbers] - firsts[rows]] = True
-    return after - 1, is_start
 
 
 _FILE = "tokenizer.json"
