@@ -21,9 +21,8 @@ from shardwise.config.load import check_ranges
 from shardwise.config.schema import LoraConfig
 from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.models.configs import hugging_face_config
-from shardwise.planning.calls import is_opaque
 from shardwise.planning.groups import name_matcher
-from shardwise.planning.regions import computes_linear, layer_sizes
+from shardwise.planning.regions import called_linears, computes_linear, layer_sizes
 from shardwise.sharding.blocks import find_blocks
 from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
@@ -160,10 +159,7 @@ def _linears_of_blocks(model: nn.Module) -> dict[str, Any]:
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Layers that can have an adapter: those whose forward is that of a linear layer and is really called."""
-    for name, module in model.named_modules():
-        for child_name, child in module.named_children():
-            if computes_linear(child) and not is_opaque(module):
-                yield f"{name}.{child_name}".lstrip("."), child
+    yield from ((name, layer) for name, layer in called_linears(model) if computes_linear(layer))
     if computes_linear(model):
         yield "", model
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from shardwise.config.schema import ROOT_PATTERN, ExpertConfig, Float8Config, PipelineConfig, ShardConfig
-from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, raise_on_all_ranks, run_on_all
+from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, run_on_all
 from shardwise.distributed.mesh import axis_sizes, default_mesh, gradient_mesh, model_mesh, sub_mesh
 from shardwise.errors import ConfigError
 from shardwise.models.modes import trial_forward
@@ -37,17 +37,6 @@ from shardwise.sharding.parallel.pipeline_stage import Loss, Passing, StageForwa
 from shardwise.sharding.registry import PipelineRanks, describe, sharded_state
 
 Batch = Mapping[str, Tensor]
-T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Part:
-    """One stage on this rank."""
-
-    stage: StagePlan
-    model: nn.Module
-    passing: Passing
-    forward: StageForward
 
 
 class Pipeline:
@@ -63,7 +52,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: list[Part],
+        parts: list[StageForward],
         model: nn.Module,
         mesh: DeviceMesh,
         config: PipelineConfig,
@@ -144,7 +133,7 @@ class Pipeline:
         """
         self._prepare(batch)
         for part in self.parts:
-            part.forward.scale, part.forward.num_tokens = scale, []
+            part.scale, part.num_tokens = scale, []
         losses: list[Tensor] = []
         target = torch.zeros(self.num_microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **batch)
@@ -172,15 +161,15 @@ class Pipeline:
         Ranks:
             Collective. The same on every rank of a pipeline, in CPU memory.
         """
-        before = self.parts[0].forward.loss
+        before = self.parts[0].loss
         for part in self.parts:
-            part.forward.loss = function
+            part.loss = function
         try:
             self._prepare(batch, 1)
             made = self._forward([dict(batch)])
         finally:
             for part in self.parts:
-                part.forward.loss = before
+                part.loss = before
         told = gather_objects(made[0].cpu() if made else None, group=self.group)
         return next(each for each in told if each is not None)
 
@@ -189,7 +178,7 @@ class Pipeline:
         made: list[Tensor] = []
         sends: list[tuple[dist.Work | None, Tensor]] = []
         for part in self.parts:
-            part.forward.scale, part.forward.num_tokens = 1.0, []
+            part.scale, part.num_tokens = 1.0, []
             index = part.stage.index
             for rows in micro:
                 received = [torch.empty_like(shape, device=self.device) for shape in _inputs(part)]
@@ -214,7 +203,7 @@ class Pipeline:
         both = torch.zeros(2, device=self.device)
         if losses:
             both[0] = torch.stack(losses).sum()
-            both[1] = torch.stack([each.to(both) for each in self.parts[-1].forward.num_tokens]).sum()
+            both[1] = torch.stack([each.to(both) for each in self.parts[-1].num_tokens]).sum()
         dist.all_reduce(both, group=self.group)
         return both[0], both[1]
 
@@ -241,26 +230,17 @@ class Pipeline:
         self.num_microbatches = count
         rows = _split(batch, count)[0]
         first = self.parts[0]
-        described = self._on_own_ranks(lambda: _look_at(first, rows, []) if first.stage.is_first else None)
+        # What communicates, does so within a stage, whose ranks fail alike.
+        described = run_on_all(lambda: _look_at(first, rows, []) if first.stage.is_first else None, self.mesh)
         told = next(each for each in gather_objects(described, group=self.group) if each is not None)
         for part in self.parts:
             part.passing.block_output, part.passing.unit_outputs = told
         others = [part for part in self.parts if not part.stage.is_first]
-        self._on_own_ranks(lambda: [_look_at(part, rows, self._received(part)) for part in others])
+        run_on_all(lambda: [_look_at(part, rows, self._received(part)) for part in others], self.mesh)
         self._send_tied_parameters()
         self._schedule, self._shape = self._make_schedule() if is_step else None, shape
 
-    def _on_own_ranks(self, work: Callable[[], T]) -> T | None:
-        """Run what communicates within a stage; if it fails on one, raise on all ranks."""
-        made, error = None, None
-        try:
-            made = work()
-        except Exception as caught:
-            error = caught
-        raise_on_all_ranks(error, group=self.mesh)
-        return made
-
-    def _received(self, part: Part) -> list[Tensor]:
+    def _received(self, part: StageForward) -> list[Tensor]:
         """Random numbers in place of what a stage receives; others on each rank, as parts of one sequence are."""
         generator = torch.Generator().manual_seed(self.mesh.get_rank())
         shapes = _inputs(part)
@@ -317,20 +297,20 @@ class Pipeline:
             mine.add_(other)
 
 
-def _inputs(part: Part) -> list[Tensor]:
+def _inputs(part: StageForward) -> list[Tensor]:
     """What a stage receives, on meta."""
     if part.stage.is_first:
         return []
     hidden, *extras = part.passing.shapes()
-    return [hidden, *extras * (len(part.forward.blocks) - len(part.stage.blocks))]
+    return [hidden, *extras * (len(part.blocks) - len(part.stage.blocks))]
 
 
-def _outputs(part: Part) -> list[Tensor]:
+def _outputs(part: StageForward) -> list[Tensor]:
     """What a stage sends, or the loss, on meta."""
     if part.stage.is_last:
         return [torch.empty((), device="meta")]
     hidden, *extras = part.passing.shapes()
-    return [hidden, *extras * len(part.forward.blocks)]
+    return [hidden, *extras * len(part.blocks)]
 
 
 def _split(batch: Batch, number: int) -> list[dict[str, Tensor]]:
@@ -374,7 +354,7 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
 
 
 @torch.no_grad()
-def _look_at(part: Part, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+def _look_at(part: StageForward, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
     """Run a stage once, and leave no trace; what its first block, and the modules outside of blocks, return, on meta.
 
     Raises:
@@ -452,7 +432,7 @@ def pipeline(
     blocks = [name for stage in stages for name in stage.blocks]
     units = [name for stage in stages for name in stage.units]
     ties = find_ties(model, stages)
-    parts: list[Part] = []
+    parts: list[StageForward] = []
     present: dict[str, nn.Module] = {}
     mine = stages[rank::num_ranks]
     passing = {stage: Passing() for stage in mine}
@@ -468,8 +448,8 @@ def pipeline(
         if (context := context_of(part)) is not None:
             context.passing = passing[stage]
         upto = blocks[: blocks.index(stage.blocks[-1]) + 1]
-        forward = part.forward = StageForward(part, stage, passing[stage], loss, upto)
-        parts.append(Part(stage, part, passing[stage], forward))
+        part.forward = StageForward(part, stage, passing[stage], loss, upto)
+        parts.append(part.forward)
         tied = {name: each for name, each in stand_ins[stage].items() if next(each.parameters(), None) is not None}
         present = stand_ins[stage] | present | tied | kept[stage]
     peers = [
@@ -517,29 +497,19 @@ def _plan(
 def _plan_of_part(part: nn.Module, stage: StagePlan, config: ShardConfig, mesh: DeviceMesh, whole: Plan) -> Plan:
     """The plan of one stage: the groups that the whole model would have."""
     modules = dict(part.named_modules())
-    if not is_explicit(config):
-        single = [group.modules[0] for group in whole.groups if len(group.modules) == 1]
-        named = [name for name in single if name and name in modules and any(True for _ in modules[name].parameters())]
-        config = replace(config, block_patterns=tuple(named))
-    config = _settings_of_part(part, config, whole)
-    planned = make_plan(part, config, model_mesh(mesh), None, capability=device_capability())
-    how = f"stage {stage.index} of {stage.num_stages}, {config.pipeline.schedule}"
-    reason = "blocks are divided evenly; what runs before and after them is on the first and the last stage"
-    entries = tuple(ParallelModule(fqn=name, how=how, reason=reason) for name in (*stage.blocks, *stage.units))
-    return replace(planned, pipeline=entries, float8=tuple(each for each in whole.float8 if each.fqn in modules))
-
-
-def _settings_of_part(part: nn.Module, config: ShardConfig, whole: Plan) -> ShardConfig:
-    """The config without patterns that match modules of other stages only; the plan of the whole has checked them."""
-    modules = dict(part.named_modules())
     classes = {type(module).__name__ for module in modules.values()}
     names = [*modules, *(name for name, _ in part.named_parameters(remove_duplicate=False)), ROOT_PATTERN]
 
     def present(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        """Without those that match modules of other stages only; the plan of the whole has checked them."""
         return tuple(each for each in patterns if each in classes or any(map(name_matcher(each), names)))
 
+    if not is_explicit(config):
+        single = [group.modules[0] for group in whole.groups if len(group.modules) == 1]
+        named = [name for name in single if name and name in modules and any(True for _ in modules[name].parameters())]
+        config = replace(config, block_patterns=tuple(named))
     experts = tuple(each.fqn for each in whole.expert_parallel if each.how and each.fqn in modules)
-    return replace(
+    config = replace(
         config,
         block_patterns=present(config.block_patterns),
         block_classes=present(config.block_classes),
@@ -548,6 +518,11 @@ def _settings_of_part(part: nn.Module, config: ShardConfig, whole: Plan) -> Shar
         expert=ExpertConfig(modules=experts),
         float8=Float8Config(),  # decided for the whole model
     )
+    planned = make_plan(part, config, model_mesh(mesh), None, capability=device_capability())
+    how = f"stage {stage.index} of {stage.num_stages}, {config.pipeline.schedule}"
+    reason = "blocks are divided evenly; what runs before and after them is on the first and the last stage"
+    entries = tuple(ParallelModule(fqn=name, how=how, reason=reason) for name in (*stage.blocks, *stage.units))
+    return replace(planned, pipeline=entries, float8=tuple(each for each in whole.float8 if each.fqn in modules))
 
 
 def find_ties(model: nn.Module, stages: list[StagePlan]) -> dict[str, tuple[int, int]]:
