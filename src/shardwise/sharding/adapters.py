@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from shardwise.config.load import check_ranges
@@ -23,7 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.models.configs import hugging_face_config
 from shardwise.planning.groups import name_matcher
 from shardwise.planning.regions import called_linears, computes_linear, layer_sizes
-from shardwise.sharding.blocks import find_blocks
+from shardwise.sharding.blocks import find_blocks, refuse_sharded
 from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
 from shardwise.sharding.nf4 import NF4Tensor, quantize_nf4, why_not_nf4
@@ -90,7 +89,8 @@ def add_lora(model: M, config: LoraConfig | str | Path | None = None) -> M:
     """
     config = read_peft_config(Path(config)) if isinstance(config, str | Path) else config or LoraConfig()
     check_ranges(config, "lora")
-    _refuse_changed(model)
+    refuse_sharded(model, "add_lora")
+    _refuse_adapted(model)
     blocks = _linears_of_blocks(model)
     targets = blocks if config.targets == "auto" else _targets(model, config.targets)
     if not targets:
@@ -128,15 +128,8 @@ def _adapted_class(kind: type) -> type:
     return type(f"Lora{kind.__name__}", (LoraLayer, kind), {"__module__": __name__})
 
 
-def _refuse_changed(model: nn.Module) -> None:
+def _refuse_adapted(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ShardError(
-                f"add_lora comes too late: {name or 'the model'} is already sharded",
-                where=name or class_name(model),
-                why="sharding fixes the parameters of each group",
-                fix="call add_lora(model) before shard(model)",
-            )
         if isinstance(module, LoraLayer) or type(module).__module__.startswith("peft."):
             raise ShardError(
                 f"{name or 'the model'} has an adapter already",
