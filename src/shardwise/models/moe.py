@@ -135,8 +135,7 @@ class MoeBlock(nn.Module):
 class MoeDecoder(Decoder):
     """Llama's decoder over blocks that also tell their balance."""
 
-    def __init__(self, config: MoeConfig) -> None:
-        super().__init__(config, MoeBlock)
+    block_class = MoeBlock
 
     def forward(  # pyrefly: ignore[bad-override]
         self,
@@ -162,9 +161,6 @@ class Moe(Llama):
     decoder_class = MoeDecoder
     published_experts: ClassVar = {"gate_up_proj": ("w1.weight", "w3.weight"), "down_proj": ("w2.weight",)}
     """What Mixtral's published files call the parts of each stacked parameter, under `experts.<number>`."""
-
-    def __init__(self, config: MoeConfig) -> None:
-        super().__init__(config)
 
     def forward(  # pyrefly: ignore[bad-override]
         self,

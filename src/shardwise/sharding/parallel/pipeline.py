@@ -34,7 +34,7 @@ from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.parallel.context_parallel import context_of
 from shardwise.sharding.parallel.pipeline_stage import Loss, Passing, StageForward, copy_with, make_stand_ins
-from shardwise.sharding.registry import PipelineRanks, describe, sharded_state
+from shardwise.sharding.registry import PipelineRanks, remember, sharded_state
 
 Batch = Mapping[str, Tensor]
 
@@ -471,7 +471,8 @@ def pipeline(
         assert state is not None
         state.pipeline = PipelineRanks(group, repeated, names - frozenset(_names(part.model)))
         if part.model is not merged:
-            describe(merged, replace(state, pipeline=PipelineRanks(group, repeated, names - frozenset(_names(merged)))))
+            ranks = PipelineRanks(group, repeated, names - frozenset(_names(merged)))
+            remember(merged, replace(state, pipeline=ranks), is_root=False)
     return Pipeline(parts, merged, mesh, config.pipeline, peers)
 
 
