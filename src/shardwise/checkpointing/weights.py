@@ -35,7 +35,7 @@ from shardwise.progress import Progress
 from shardwise.sharding.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from shardwise.sharding.adapters import adapter_keys, peft_config, refuse_other_adapters, without_adapters
 from shardwise.sharding.full_params import gather_in_buckets, in_first_rank_order
-from shardwise.sharding.inventory import class_name, is_meta, take_inventory
+from shardwise.sharding.inventory import class_name, take_inventory
 from shardwise.sharding.materialize import mesh_of
 from shardwise.sharding.registry import names_elsewhere
 from shardwise.units import parse_bytes
@@ -209,7 +209,7 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
     if format == "peft":
         peft_config(model)  # raises without adapters
         tensors = [tensor for tensor in tensors if tensor.name in adapter_keys(model)]
-    empty = [tensor.name for tensor in tensors if is_meta(tensor.tensor)]
+    empty = [tensor.name for tensor in tensors if tensor.tensor.is_meta]
     if empty:
         raise CheckpointError(
             f"{len(empty)} tensors have no values to save",

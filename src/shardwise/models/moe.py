@@ -162,6 +162,9 @@ class Moe(Llama):
     published_experts: ClassVar = {"gate_up_proj": ("w1.weight", "w3.weight"), "down_proj": ("w2.weight",)}
     """What Mixtral's published files call the parts of each stacked parameter, under `experts.<number>`."""
 
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__(config)
+
     def forward(  # pyrefly: ignore[bad-override]
         self,
         input_ids: Tensor,

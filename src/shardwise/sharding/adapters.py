@@ -163,21 +163,15 @@ def _targets(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, Any]:
     for pattern in patterns:
         fits = name_matcher(pattern)
         found = [name for name, module in model.named_modules() if fits(name) or type(module).__name__ == pattern]
-        if wrong := [name for name in found if name not in linears]:
-            raise ConfigError(
-                f"{pattern!r} matches {wrong[0]!r}, a {type(model.get_submodule(wrong[0])).__name__}",
-                where="lora.targets",
-                why="adapters stand beside nn.Linear layers that are called as modules, and transformers' Conv1D",
-                fix=f"name layers such as {next(iter(linears), 'model.layers.*.q_proj')!r}",
-            )
-        if not found:
-            raise ConfigError(
-                f"{pattern!r} matches no layer",
-                where="lora.targets",
-                why="`*` stays within one name, `**` and a leading `*.` span dots",
-                fix=f"the model has {', '.join(listed(sorted({name.rpartition('.')[2] for name in linears})))}; "
-                "as in '*.q_proj'",
-            )
+        wrong = [name for name in found if name not in linears]
+        if wrong or not found:
+            what, why = "no layer", "`*` stays within one name, `**` and a leading `*.` span dots"
+            if wrong:
+                what = f"{wrong[0]!r}, a {type(model.get_submodule(wrong[0])).__name__}"
+                why = "adapters stand beside nn.Linear layers that are called as modules, and transformers' Conv1D"
+            known = ", ".join(listed(sorted({name.rpartition(".")[2] for name in linears})))
+            fix = f"the linear layers of the model are {known}; as in '*.q_proj'"
+            raise ConfigError(f"{pattern!r} matches {what}", where="lora.targets", why=why, fix=fix)
         chosen |= {name: linears[name] for name in found}
     return chosen
 

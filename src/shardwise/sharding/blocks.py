@@ -100,8 +100,10 @@ class WrittenBuffers:
         def first() -> Iterator[None]:
             yield
             if training not in self._written:  # from now on only what was written is copied
-                for (module, name), held in list(before.items()):
-                    if not _is_written(module._buffers.get(name), *held):
+                for (module, name), (buffer, version, value) in list(before.items()):
+                    now = module._buffers.get(name)
+                    # Batch norm writes without counting it as a new version.
+                    if now is buffer and now._version == version and torch.equal(now, value):
                         del before[module, name]
                 self._written[training] = list(before)
 
@@ -117,11 +119,6 @@ class WrittenBuffers:
                     module._buffers[name] = buffer
 
         return first(), again()
-
-
-def _is_written(now: torch.Tensor | None, buffer: torch.Tensor, version: int, value: torch.Tensor) -> bool:
-    """Whether the buffer has changed. Batch norm writes without counting it as a new version."""
-    return now is not buffer or now._version != version or not torch.equal(now, value)
 
 
 def refuse_sharded(model: nn.Module, action: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,16 @@ from shardwise.sharding.registry import PipelineRanks, remember, sharded_state
 Batch = Mapping[str, Tensor]
 
 
+@dataclass(slots=True)
+class Part:
+    """One stage on this rank."""
+
+    stage: StagePlan
+    model: nn.Module
+    passing: Passing
+    forward: StageForward
+
+
 class Pipeline:
     """A decoder divided into stages, of which this rank has one or several. Made by `pipeline`.
 
@@ -52,7 +62,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: list[StageForward],
+        parts: list[Part],
         model: nn.Module,
         mesh: DeviceMesh,
         config: PipelineConfig,
@@ -133,7 +143,7 @@ class Pipeline:
         """
         self._prepare(batch)
         for part in self.parts:
-            part.scale, part.num_tokens = scale, []
+            part.forward.scale, part.forward.num_tokens = scale, []
         losses: list[Tensor] = []
         target = torch.zeros(self.num_microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **batch)
@@ -161,15 +171,15 @@ class Pipeline:
         Ranks:
             Collective. The same on every rank of a pipeline, in CPU memory.
         """
-        before = self.parts[0].loss
+        before = self.parts[0].forward.loss
         for part in self.parts:
-            part.loss = function
+            part.forward.loss = function
         try:
             self._prepare(batch, 1)
             made = self._forward([dict(batch)])
         finally:
             for part in self.parts:
-                part.loss = before
+                part.forward.loss = before
         told = gather_objects(made[0].cpu() if made else None, group=self.group)
         return next(each for each in told if each is not None)
 
@@ -178,7 +188,7 @@ class Pipeline:
         made: list[Tensor] = []
         sends: list[tuple[dist.Work | None, Tensor]] = []
         for part in self.parts:
-            part.scale, part.num_tokens = 1.0, []
+            part.forward.scale, part.forward.num_tokens = 1.0, []
             index = part.stage.index
             for rows in micro:
                 received = [torch.empty_like(shape, device=self.device) for shape in _inputs(part)]
@@ -203,7 +213,7 @@ class Pipeline:
         both = torch.zeros(2, device=self.device)
         if losses:
             both[0] = torch.stack(losses).sum()
-            both[1] = torch.stack([each.to(both) for each in self.parts[-1].num_tokens]).sum()
+            both[1] = torch.stack([each.to(both) for each in self.parts[-1].forward.num_tokens]).sum()
         dist.all_reduce(both, group=self.group)
         return both[0], both[1]
 
@@ -240,7 +250,7 @@ class Pipeline:
         self._send_tied_parameters()
         self._schedule, self._shape = self._make_schedule() if is_step else None, shape
 
-    def _received(self, part: StageForward) -> list[Tensor]:
+    def _received(self, part: Part) -> list[Tensor]:
         """Random numbers in place of what a stage receives; others on each rank, as parts of one sequence are."""
         generator = torch.Generator().manual_seed(self.mesh.get_rank())
         shapes = _inputs(part)
@@ -297,20 +307,20 @@ class Pipeline:
             mine.add_(other)
 
 
-def _inputs(part: StageForward) -> list[Tensor]:
+def _inputs(part: Part) -> list[Tensor]:
     """What a stage receives, on meta."""
     if part.stage.is_first:
         return []
     hidden, *extras = part.passing.shapes()
-    return [hidden, *extras * (len(part.blocks) - len(part.stage.blocks))]
+    return [hidden, *extras * (len(part.forward.blocks) - len(part.stage.blocks))]
 
 
-def _outputs(part: StageForward) -> list[Tensor]:
+def _outputs(part: Part) -> list[Tensor]:
     """What a stage sends, or the loss, on meta."""
     if part.stage.is_last:
         return [torch.empty((), device="meta")]
     hidden, *extras = part.passing.shapes()
-    return [hidden, *extras * len(part.blocks)]
+    return [hidden, *extras * len(part.forward.blocks)]
 
 
 def _split(batch: Batch, number: int) -> list[dict[str, Tensor]]:
@@ -354,7 +364,7 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
 
 
 @torch.no_grad()
-def _look_at(part: StageForward, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+def _look_at(part: Part, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
     """Run a stage once, and leave no trace; what its first block, and the modules outside of blocks, return, on meta.
 
     Raises:
@@ -432,7 +442,7 @@ def pipeline(
     blocks = [name for stage in stages for name in stage.blocks]
     units = [name for stage in stages for name in stage.units]
     ties = find_ties(model, stages)
-    parts: list[StageForward] = []
+    parts: list[Part] = []
     present: dict[str, nn.Module] = {}
     mine = stages[rank::num_ranks]
     passing = {stage: Passing() for stage in mine}
@@ -448,8 +458,8 @@ def pipeline(
         if (context := context_of(part)) is not None:
             context.passing = passing[stage]
         upto = blocks[: blocks.index(stage.blocks[-1]) + 1]
-        part.forward = StageForward(part, stage, passing[stage], loss, upto)
-        parts.append(part.forward)
+        forward = part.forward = StageForward(part, stage, passing[stage], loss, upto)
+        parts.append(Part(stage, part, passing[stage], forward))
         tied = {name: each for name, each in stand_ins[stage].items() if next(each.parameters(), None) is not None}
         present = stand_ins[stage] | present | tied | kept[stage]
     peers = [
