@@ -240,7 +240,7 @@ class Pipeline:
         self.num_microbatches = count
         rows = _split(batch, count)[0]
         first = self.parts[0]
-        # What communicates, does so within a stage, whose ranks fail alike.
+        # It communicates within a stage only: if one stage fails, all ranks raise.
         described = run_on_all(lambda: _look_at(first, rows, []) if first.stage.is_first else None, self.mesh)
         told = next(each for each in gather_objects(described, group=self.group) if each is not None)
         for part in self.parts:
