@@ -34,7 +34,7 @@ from shardwise.errors import CheckpointError, listed, require_choice
 from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
 from shardwise.sharding.adapters import adapter_keys
-from shardwise.sharding.inventory import is_meta, local_tensor, take_inventory
+from shardwise.sharding.inventory import local_tensor, take_inventory
 from shardwise.sharding.materialize import allocate, materialize
 from shardwise.sharding.repointing import follow_names
 
@@ -205,7 +205,7 @@ class LoadPlan:
         else:
             return own
         rest = {tensor.name: tensor for tensor in own if tensor not in expected}
-        if empty := [name for name, tensor in rest.items() if is_meta(tensor.tensor)]:
+        if empty := [name for name, tensor in rest.items() if tensor.tensor.is_meta]:
             self._problems.append(
                 f"{empty[0]} and {len(empty) - 1} more are frozen and have no values: the checkpoint holds what was "
                 "trained only; load_weights(model, path) with the whole model's weights first"

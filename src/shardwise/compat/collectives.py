@@ -22,14 +22,10 @@ def all_gather_flat(output: torch.Tensor, part: torch.Tensor, group: dist.Proces
     gather(output, part, group=group)
 
 
-def reduce_scatter_flat(
-    output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM
-) -> None:
-    """Sum `whole` over the ranks and keep this rank's part of it."""
-    if hasattr(dist, "reduce_scatter_single"):  # torch >= 2.13, where the old name warns
-        dist.reduce_scatter_single(output, whole, op=op, group=group)
-    else:
-        dist.reduce_scatter_tensor(output, whole, op=op, group=group)
+def reduce_scatter_flat(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `whole` over the ranks and keep this rank's part of it; renamed in torch 2.13 too."""
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(output, whole, group=group)
 
 
 _private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,12 +71,9 @@ def read_settings(
         )
     strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
     if not isinstance(strategy, ShardingStrategy):
-        raise WrongArgument(
-            f"sharding_strategy is {strategy!r}",
-            where="FullyShardedDataParallel(sharding_strategy=)",
-            why="it is a member of ShardingStrategy",
-            fix=f"choose among {', '.join(ShardingStrategy.__members__)}",
-        )
+        fix = f"choose among {', '.join(ShardingStrategy.__members__)}"
+        what, why = f"sharding_strategy is {strategy!r}", "it is a member of ShardingStrategy"
+        raise _refused("FullyShardedDataParallel(sharding_strategy=)", what, why, fix)
     offload = cpu_offload is not None and cpu_offload.offload_params
     # FSDP1 sums gradients in `param_dtype` when no `reduce_dtype` is given; inputs are cast by the unit.
     reduce_dtype = precision.reduce_dtype or precision.param_dtype
@@ -114,6 +112,10 @@ def find_device(
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
+def _refused(where: str, what: str, why: str, fix: str) -> WrongArgument:
+    return WrongArgument(what, where=where, why=why, fix=fix)
+
+
 @dataclass(slots=True)
 class Ignored:
     """What a unit leaves alone, what its nested units left alone included."""
@@ -129,11 +131,7 @@ def find_ignored(
     nested: Iterable[Any],
 ) -> Ignored:
     """Every module and parameter to be ignored, given as modules with all they hold, or as parameters."""
-
-    def refused(what: str, why: str, fix: str) -> WrongArgument:
-        where = "FullyShardedDataParallel(ignored_modules=, ignored_states=)"
-        return WrongArgument(what, where=where, why=why, fix=fix)
-
+    refused = partial(_refused, "FullyShardedDataParallel(ignored_modules=, ignored_states=)")
     states, given = list(ignored_states or ()), list(ignored_modules or ())
     if given and states:
         raise refused("both are given", "ignored_states takes both kinds", "keep ignored_states")
@@ -260,10 +258,7 @@ def find_mesh(
     A `process_group` may be FSDP1's pair of the group that shards and the one that replicates. Collective the first
     time a set of groups is seen.
     """
-
-    def refused(what: str, why: str, fix: str) -> WrongArgument:
-        return WrongArgument(what, where="FullyShardedDataParallel(process_group=, device_mesh=)", why=why, fix=fix)
-
+    refused = partial(_refused, "FullyShardedDataParallel(process_group=, device_mesh=)")
     is_hybrid, name = strategy.name in HYBRID, strategy.name
     if process_group is not None and device_mesh is not None:
         raise refused("both are given", "each names the ranks", "leave one of them out")
@@ -370,10 +365,7 @@ class HookedReduceScatter:
 
 def register(units: Sequence[Any], state: object, hook: Callable[..., None]) -> None:
     """Register a hook of FSDP1 for every unit of a model: torch's own, or one with the signature for sharding."""
-
-    def refused(what: str, why: str, fix: str) -> WrongArgument:
-        return WrongArgument(what, where="register_comm_hook", why=why, fix=fix)
-
+    refused = partial(_refused, "register_comm_hook")
     if not callable(hook):
         raise refused(f"the hook is {hook!r}", "it is called with every gradient", "pass a function")
     for unit in units:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,9 @@ def block_mask(queries: Tensor, length: int, document_ids: Tensor | None = None)
         )
 
     num_rows = None if document_ids is None else document_ids.shape[0]
-    return _create_block_mask(queries.device.type)(is_seen, num_rows, None, len(queries), length, queries.device)
+    return _compiled(create_block_mask, queries.device.type)(
+        is_seen, num_rows, None, len(queries), length, queries.device
+    )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask | None) -> Tensor:
@@ -60,17 +63,11 @@ def block_sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None
 ) -> Tensor:
     """`flex_attention`; context parallelism replaces it while a block runs, as scaled_dot_product_attention."""
-    attention = flex_attention if torch.compiler.is_compiling() else _flex_attention(query.device.type)
+    attention = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention, query.device.type)
     return attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)  # pyrefly: ignore[bad-return]
 
 
 @functools.cache
-def _flex_attention(device_type: str) -> Callable[..., Tensor]:
-    """Compiled: in eager mode flex_attention computes all scores."""
-    return torch.compile(flex_attention)
-
-
-@functools.cache
-def _create_block_mask(device_type: str) -> Callable[..., BlockMask]:
-    """Compiled: in eager mode create_block_mask makes the dense mask first."""
-    return torch.compile(create_block_mask)
+def _compiled(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """In eager mode flex_attention computes all scores, and create_block_mask makes the dense mask first."""
+    return torch.compile(function)

@@ -223,11 +223,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm."""
 
-    def __init__(self, config: LlamaConfig, block: Callable[[Any], nn.Module] = Block) -> None:
+    block_class: Callable[[Any], nn.Module] = Block
+
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.block_class(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(

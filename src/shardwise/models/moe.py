@@ -135,8 +135,7 @@ class MoeBlock(nn.Module):
 class MoeDecoder(Decoder):
     """Llama's decoder over blocks that also tell their balance."""
 
-    def __init__(self, config: MoeConfig) -> None:
-        super().__init__(config, MoeBlock)
+    block_class = MoeBlock
 
     def forward(  # pyrefly: ignore[bad-override]
         self,

@@ -46,8 +46,13 @@ def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.devi
     """
     if dtype is None and device is None:
         return batch
-    walk = _TensorWalk(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), copies=True)
-    return walk.visit(batch)
+    walk = _TensorWalk(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
+    result = walk.visit(batch)
+    for _, copied in walk.copies():  # in a cycle it may still hold the original of something that was copied later
+        for key, part, put in list(_parts(copied)):
+            if (new := walk.visit(part)) is not part:
+                put(copied, key, new)
+    return result
 
 
 class CastArguments:
@@ -168,12 +173,11 @@ def find_tensors(value: Any, objects: int = 0) -> list[torch.Tensor]:
 class _TensorWalk:
     """One walk over a structure; remembers what it has met, by identity.
 
-    It looks `objects` plain objects deep, -1 for any depth. With `copies` it copies what holds a tensor before looking
-    into it, so that cycles lead to the copy.
+    It looks `objects` plain objects deep, -1 for any depth.
     """
 
-    def __init__(self, change: Change, objects: int = -1, copies: bool = False) -> None:
-        self._change, self._objects, self._copies = change, objects, copies
+    def __init__(self, change: Change, objects: int = -1) -> None:
+        self._change, self._objects = change, objects
         # The original is kept beside its result: an id is only unique while its object lives.
         self._met: dict[int, tuple[Any, Any]] = {}
 
@@ -184,7 +188,7 @@ class _TensorWalk:
             return self._met[id(value)][1]
         if isinstance(value, torch.Tensor):
             return self._remember(value, self._change(value))
-        # Met again inside itself, it stands for itself unless a copy is made first.
+        # Met again inside itself, it stands for itself.
         self._remember(value, value)
         if isinstance(value, PackedSequence):  # the sizes of its batches stay on the CPU
             moved = {name: self.visit(getattr(value, name)) for name in ("data", "sorted_indices", "unsorted_indices")}
@@ -222,15 +226,10 @@ class _TensorWalk:
         return self._remember(values, make(results))
 
     def _visit_parts(self, value: Any) -> Any:
-        result = value
-        if self._copies and _holds_tensor(value, set()):
-            result = self._remember(value, _copied(value))
-        is_copied = self._copies
-        for key, part, put in list(_parts(value)):
-            if (new := self.visit(part)) is not part:
-                if not is_copied:
-                    result, is_copied = self._remember(value, _copied(value)), True
-                put(result, key, new)
+        changed = [(put, key, new) for key, part, put in _parts(value) if (new := self.visit(part)) is not part]
+        result = self._remember(value, _copied(value)) if changed else value
+        for put, key, new in changed:
+            put(result, key, new)
         return result
 
 
@@ -257,18 +256,6 @@ def _attributes(value: Any) -> dict[str, Any]:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 found[name] = getattr(value, name)
     return found
-
-
-def _holds_tensor(value: Any, seen: set[int]) -> bool:
-    """A file, a tokenizer or a logger is not copied unless it holds a tensor."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, _OPAQUE) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    held = [part for _, part, _ in _parts(value)]
-    held += value.values() if isinstance(value, types.MappingProxyType) else value if isinstance(value, _FIXED) else ()
-    return any(_holds_tensor(part, seen) for part in held)
 
 
 def _copied(value: Any) -> Any:

@@ -12,6 +12,7 @@ It is found by the names of these arguments, or named in `expert.modules`.
 
 import inspect
 import math
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -152,12 +153,17 @@ def _check_divisible(nodes: list[Node], num_ranks: int) -> None:
     numbers = [num_experts_of(node) for node in nodes]
     odd = next((node for node, number in zip(nodes, numbers, strict=True) if number % num_ranks), None)
     if odd is not None:
-        common = math.gcd(*numbers)
-        sizes = [size for size in range(1, common + 1) if common % size == 0]
-        nearest = min(sizes, key=lambda size: (abs(size - num_ranks), size))
+        nearest, *others = common_divisors(numbers, num_ranks)
         raise PlanError(
             f"{odd.fqn!r} has {num_experts_of(odd)} experts, which {num_ranks} ranks cannot share evenly",
             where=f"mesh.expert, {odd.fqn}",
             why="each rank of the expert axis holds the same number of experts",
-            fix=f"set mesh.expert = {nearest}; these sizes work: {', '.join(map(str, sizes))}",
+            fix=f"set mesh.expert = {nearest}; these sizes work: {', '.join(map(str, sorted([nearest, *others])))}",
         )
+
+
+def common_divisors(numbers: Iterable[int], num_ranks: int) -> list[int]:
+    """Sizes of a mesh axis that divide all numbers, those nearest to `num_ranks` first."""
+    common = math.gcd(*numbers)
+    sizes = [size for size in range(1, common + 1) if common % size == 0]
+    return sorted(sizes, key=lambda size: (abs(size - num_ranks), size))

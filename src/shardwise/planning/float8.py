@@ -1,15 +1,16 @@
 """Which linear layers compute in float8, and why the others do not."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from shardwise.config.schema import Float8Config
 from shardwise.errors import PlanError
-from shardwise.planning.calls import is_opaque, is_within
+from shardwise.planning.calls import is_within
 from shardwise.planning.groups import Tree, name_matcher, unknown_pattern
 from shardwise.planning.plan import Group, ParallelModule
+from shardwise.planning.regions import called_linears
 
 FLOAT8_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8 matrix products: Ada and Hopper."""
@@ -50,7 +51,9 @@ def choose_float8(
     skipped = _matcher(config.skip, tree)
     shapes = {planned.fqn: planned.local_shape for group in groups for planned in group.parameters}
     chosen = []
-    for name, linear in _linears(model):
+    for name, linear in called_linears(model):
+        if not isinstance(linear, nn.Linear):
+            continue
         shape = shapes.get(f"{name}.weight", linear.weight.shape)
         if why := _why_not(name, linear, shape, config.recipe, blocks, skipped, device):
             chosen.append(ParallelModule(fqn=name, how="", reason=why))
@@ -101,13 +104,6 @@ def _gathers(config: Float8Config, groups: Sequence[Group], device: str, num_sha
         )
     wanted = device == "cuda" and num_shards > 1 if config.all_gather == "auto" else config.all_gather
     return wanted and not why
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in model.named_modules():
-        for child_name, child in module.named_children():
-            if isinstance(child, nn.Linear) and not is_opaque(module):
-                yield f"{name}.{child_name}".lstrip("."), child
 
 
 def _matcher(patterns: Sequence[str], tree: Tree) -> Callable[[str], bool]:

@@ -208,20 +208,14 @@ def blocks_around(candidates: Iterable[GroupCandidate]) -> list[str]:
     """The repeated blocks that groups are, or are in: elements of lists, and classes that repeat."""
     found: dict[str, None] = {}
     for node in (node for candidate in candidates if not candidate.is_root for node in candidate.nodes):
-        runs = [each for each in node.upwards if each.is_composite and _is_element(each)]
-        alike = [each for each in runs if each.parent is not None and _are_alike(each.parent.children)]
+        above = [(each, each.parent) for each in node.upwards if each.is_composite and each.parent is not None]
+        runs = {each: parent.children for each, parent in above if isinstance(parent.module, _RUNS)}
+        kinds = {each: {type(other.module) for other in others} - {nn.Sequential} for each, others in runs.items()}
+        alike = [each for each in runs if len(kinds[each]) == 1]
         block = next(iter((*alike, *runs, node)))
         if block.is_composite:
             found[block.fqn] = None
     return list(found)
-
-
-def _is_element(node: Node) -> bool:
-    return node.parent is not None and isinstance(node.parent.module, _RUNS)
-
-
-def _are_alike(nodes: list[Node]) -> bool:
-    return len({type(node.module) for node in nodes} | {nn.Sequential}) == 2
 
 
 def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
@@ -429,7 +423,11 @@ def named_candidates(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
     """
     found: dict[Node, str] = {}
     for name in config.block_classes:
-        found |= dict.fromkeys(_instances(tree, name), f"class {name}, named in block_classes")
+        nodes = [node for node in tree.root.walk() if node.class_name == name]
+        if not nodes:
+            known = sorted({node.class_name for node in tree.root.walk() if node.keys})
+            raise unknown_pattern(name, known, "block_classes", "no module of the model has this class")
+        found |= dict.fromkeys(_callable(nodes, f"block_classes: {name}"), f"class {name}, named in block_classes")
     for pattern in config.block_patterns:
         found |= dict.fromkeys(_named(tree, pattern), f"matches {pattern!r} in block_patterns")
     if config.min_group_params:
@@ -449,19 +447,10 @@ def named_candidates(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
     ]
 
 
-def _instances(tree: Tree, name: str) -> list[Node]:
-    nodes = [node for node in tree.root.walk() if node.class_name == name]
-    if not nodes:
-        known = sorted({node.class_name for node in tree.root.walk() if node.keys})
-        raise unknown_pattern(name, known, "block_classes", "no module of the model has this class")
-    return _callable(nodes, f"block_classes: {name}")
-
-
 def _named(tree: Tree, pattern: str) -> list[Node]:
     nodes = [node for node in tree.matching(pattern) if node.keys]
     if not nodes:
-        known = [node.fqn for node in tree.root.walk() if node.fqn]
-        raise unknown_pattern(pattern, known, "block_patterns")
+        raise unknown_pattern(pattern, [node.fqn for node in tree.root.walk() if node.fqn], "block_patterns")
     return _callable(nodes, f"block_patterns: {pattern}")
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -105,36 +105,27 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.requires_grad for p in own)
+        what = why = fix = ""
         if any(is_lazy(parameter) for parameter in own):
-            raise PlanError(
-                f"{name or 'the model'} ({type(module).__name__}) has parameters without a shape yet",
-                where=name,
-                why="a lazy module learns its shapes in its first forward, and a plan needs them",
-                fix="run one batch through the model before sharding, or give the sizes to the constructor",
-            )
-        if own and isinstance(module, torch.jit.ScriptModule):
-            raise PlanError(
-                f"{name or 'the model'} is a scripted module with parameters",
-                where=name,
-                why="FSDP2 puts hooks on modules and exchanges their parameters, which TorchScript does not allow",
-                fix="leave out torch.jit.script, or script functions and modules without parameters",
-            )
-        trained = any(parameter.requires_grad for parameter in own)
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and trained:
-            raise PlanError(
-                f"{name or 'the model'} ({type(module).__name__}) renormalises the rows that its batch looks up",
-                where=name,
-                why="each rank has other rows in its batch, and would change other rows of the weight",
-                fix="build it with max_norm=None, and after each step, under torch.no_grad(): "
-                f"{name}.weight.renorm_({module.norm_type}, 0, {module.max_norm})",
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and trained:
-            raise PlanError(
-                f"{name or 'the model'} ({type(module).__name__}) makes sparse gradients",
-                where=name,
-                why="FSDP2 reduces gradients in one dense buffer",
-                fix=f"build it with sparse=False, or freeze it: {name}.requires_grad_(False)",
-            )
+            what = "has parameters without a shape yet"
+            why = "a lazy module learns its shapes in its first forward, and a plan needs them"
+            fix = "run one batch through the model before sharding, or give the sizes to the constructor"
+        elif own and isinstance(module, torch.jit.ScriptModule):
+            what = "is a scripted module with parameters"
+            why = "FSDP2 puts hooks on modules and exchanges their parameters, which TorchScript does not allow"
+            fix = "leave out torch.jit.script, or script functions and modules without parameters"
+        elif is_table and module.max_norm is not None:
+            what = "renormalises the rows that its batch looks up"
+            why = "each rank has other rows in its batch, and would change other rows of the weight"
+            fix = "build it with max_norm=None, and after each step, under torch.no_grad(): "
+            fix += f"{name}.weight.renorm_({module.norm_type}, 0, {module.max_norm})"
+        elif is_table and module.sparse:
+            what, why = "makes sparse gradients", "FSDP2 reduces gradients in one dense buffer"
+            fix = f"build it with sparse=False, or freeze it: {name}.requires_grad_(False)"
+        if what:
+            what = f"{name or 'the model'} ({type(module).__name__}) {what}"
+            raise PlanError(what, where=name, why=why, fix=fix)
 
 
 def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
@@ -331,13 +322,13 @@ class Draft:
         self.splits: dict[int, tuple[tuple[str, int, int], ...]] = {}
         self.experts, self.expert_parallel = self._find_experts() if axes.get("expert", 1) > 1 else ([], [])
         self.tensor_parallel: tuple[ParallelModule, ...] = ()
-        self.covered = [
-            (
-                override,
-                {id(node) for match in self.tree.matching(override.pattern) for node in _covered(match, override)},
+        self.covered: list[tuple[GroupOverride, set[int]]] = []
+        for override in config.overrides:
+            matching = self.tree.matching(override.pattern)
+            below = (
+                matching if override.pattern == ROOT_PATTERN else [each for node in matching for each in node.walk()]
             )
-            for override in config.overrides
-        ]
+            self.covered.append((override, set(map(id, below))))
 
     def _find_experts(self) -> tuple[list[GroupCandidate], list[ParallelModule]]:
         num_ranks = self.axes["expert"]
@@ -416,7 +407,8 @@ class Draft:
         """Decide everything, for hardware of this CUDA compute capability."""
         assignment = self._assignment()
         self._divide_tensors(assignment)
-        compute = choose_compute(self.config.precision, self.device, capability, self._storage_dtypes())
+        floating = [key for key in self.tree.root.keys if self.dtype_of[key] in FLOATING]
+        compute = choose_compute(self.config.precision, self.device, capability, self._dtypes(floating))
         self._group_modules = frozenset(node.fqn for node in by_node(assignment.candidates))
         groups = [
             self._group(candidate, keys, compute)
@@ -424,6 +416,7 @@ class Draft:
             if keys or candidate.is_root
         ]
         groups = add_prefetch(groups, self.config.prefetch, self.config.overrides)
+        hardware = (self.device, capability, self._shard_axes()[1])
         return Plan(
             model=type(self.model).__name__,
             device=self.device,
@@ -435,7 +428,7 @@ class Draft:
             early_root=self.config.prefetch.early_root,
             outer_modules=self._outer_modules(groups),
             track_unused=any(group.reduce_unused for group in groups),
-            float8=self._float8(groups, capability),
+            float8=choose_float8(self.model, self.config.float8, self.tree, groups, *hardware),
             tensor_parallel=self.tensor_parallel,
             expert_parallel=tuple(self.expert_parallel),
             context_parallel=self._context_parallel(groups),
@@ -473,16 +466,8 @@ class Draft:
         reason = f"sequences are divided over {num_ranks} ranks; keys and values are all-gathered in each block"
         return tuple(ParallelModule(fqn=name, how=", ".join(how), reason=reason) for name in blocks)
 
-    def _float8(self, groups: list[Group], capability: tuple[int, int] | None) -> tuple[ParallelModule, ...]:
-        num_shards = self._shard_axes()[1]
-        return choose_float8(self.model, self.config.float8, self.tree, groups, self.device, capability, num_shards)
-
-    def _storage_dtypes(self) -> list[str]:
-        """Floating dtypes of what is trained, or of everything where nothing is."""
-        keys = [key for key in self.tree.root.keys if self.dtype_of[key] in FLOATING]
-        return self._dtypes(keys)
-
     def _dtypes(self, keys: list[int]) -> list[str]:
+        """Of those that are trained, or of all where none is."""
         trained = {self.dtype_of[key] for key in keys if key in self.trainable}
         return sorted(trained or {self.dtype_of[key] for key in keys})
 
@@ -533,9 +518,10 @@ class Draft:
         chosen = group_settings(self.config, overrides, compute, self._dtypes(keys), is_root=candidate.is_root)
         reshard, reason = chosen["reshard_after_forward"], candidate.reason
         shard_axes, num_shards = self._shard_axes(of_experts=candidate.kind == "experts")
+        runs_again = any(node.fqn in self.calls.repeated for node in candidate.nodes)
         if candidate.kept_unsharded:
             reshard = False
-        elif not candidate.is_root and self.config.reshard_after_forward is None and self._runs_again(candidate):
+        elif not candidate.is_root and self.config.reshard_after_forward is None and runs_again:
             reshard, reason = False, f"{reason}; called several times a pass, so it is kept unsharded until backward"
         elif not isinstance(reshard, bool) and (reshard == num_shards or num_shards % reshard):
             reshard = True  # over as many ranks as before forward
@@ -553,9 +539,6 @@ class Draft:
             reduce_unused=unused == "reduce" or (unused == "auto" and self._is_conditional(candidate)),
             reason=reason,
         )
-
-    def _runs_again(self, candidate: GroupCandidate) -> bool:
-        return any(node.fqn in self.calls.repeated for node in candidate.nodes)
 
     def _is_conditional(self, candidate: GroupCandidate) -> bool:
         """Whether a module of the candidate, with parameters, may be left out by the data."""
@@ -659,7 +642,3 @@ class Draft:
                 "gradient. Tie them again before sharding: output.weight = embedding.weight"
             )
         return warnings
-
-
-def _covered(match: Node, override: GroupOverride) -> Iterable[Node]:
-    return [match] if override.pattern == ROOT_PATTERN else match.walk()

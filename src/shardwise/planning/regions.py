@@ -7,13 +7,13 @@ through the code of a block, never by names.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from shardwise.planning.calls import enclosing, is_within
+from shardwise.planning.calls import enclosing, is_opaque, is_within
 from shardwise.planning.source.flow import DataFlow
 from shardwise.planning.source.values import Operation, Source, Trail
 
@@ -53,6 +53,14 @@ def computes_linear(module: nn.Module) -> bool:
     """Whether the module's forward is that of a linear layer; the weight of transformers' Conv1D is transposed."""
     is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return is_plain or f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
+
+
+def called_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of a model that code can call, by FQN."""
+    for name, module in model.named_modules():
+        for child_name, child in module.named_children():
+            if (computes_linear(child) or isinstance(child, nn.Linear)) and not is_opaque(module):
+                yield f"{name}.{child_name}".lstrip("."), child
 
 
 def layer_sizes(layer: Any) -> tuple[int, int]:

@@ -7,7 +7,6 @@ first gathers its output and the second takes its part of it again, which is rig
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.config.schema import TensorConfig
 from shardwise.errors import PlanError, fix_name
 from shardwise.planning.calls import Calls, Places, enclosing, is_within
-from shardwise.planning.experts import looks_like_experts, num_experts_of, why_not_divided
+from shardwise.planning.experts import common_divisors, looks_like_experts, num_experts_of, why_not_divided
 from shardwise.planning.groups import Tree, name_matcher, unknown_pattern
 from shardwise.planning.plan import ParallelModule
 from shardwise.planning.regions import (
@@ -96,7 +95,7 @@ def choose_tensor(
     choice.divide_vocabulary()
     choice.divide_experts()
     choice.take_plan_of_model()
-    choice.take_plan_of_user()
+    choice.take_plan(config.plan, "named in tensor.plan", is_required=True)
     choice.check()
     choice.divide_logits()
     choice.divide_sequences()
@@ -186,18 +185,11 @@ class TensorChoice:
         matrices = [name for name, each in free.items() if is_linear(each) and each.weight.shape in shapes]
         self.heads = [name for name in matrices if name not in self.styles]
         for name in (*tables, *self.heads):
-            module, rows, problem = (
-                self.modules[name],
-                self.modules[name].weight.shape[0],
-                self._why_not(name, tied=True),
-            )
+            module, problem = self.modules[name], self._why_not(name, tied=True)
+            rows = module.weight.shape[0]
             if rows % self.num_ranks:
                 problem = f"{rows} rows do not divide by {self.num_ranks}"
-            elif name in tables and (module.padding_idx, module.max_norm, module.scale_grad_by_freq) != (
-                None,
-                None,
-                False,
-            ):
+            elif name in tables and (module.padding_idx is not None or module.max_norm or module.scale_grad_by_freq):
                 problem = "its gradient depends on which rows are looked up"
             self.reasons[name] = problem or f"{rows // self.num_ranks} of {rows} rows on each rank"
             if not problem:
@@ -262,7 +254,7 @@ class TensorChoice:
         ready = getattr(self.model, "tensor_plan", None)
         named = getattr(self.model, "tp_plan", None) or getattr(self.model, "_tp_plan", None)
         if isinstance(ready, Mapping):
-            self._take(ready, f"the plan of {type(self.model).__name__}", is_required=False)
+            self.take_plan(ready, f"the plan of {type(self.model).__name__}", is_required=False)
         if isinstance(ready, Mapping) or not isinstance(named, Mapping):
             return
         fits = [(name_matcher(pattern), _TRANSFORMERS.get(style, "")) for pattern, style in named.items()]
@@ -277,15 +269,12 @@ class TensorChoice:
                 self.styles[name], self.reasons[name] = style, "the plan of transformers"
         self._leave_tied()
 
-    def take_plan_of_user(self) -> None:
-        """Take what `tensor.plan` says; the last pattern that matches a module wins.
+    def take_plan(self, plan: Mapping[str, str], reason: str, *, is_required: bool) -> None:
+        """Take the styles of modules by patterns; the last pattern that matches a module wins.
 
         Raises:
-            PlanError: A pattern matches nothing, or the style is unknown or does not fit the module.
+            PlanError: A pattern that is required matches nothing, or the style is unknown or does not fit the module.
         """
-        self._take(self.config.plan, "named in tensor.plan", is_required=True)
-
-    def _take(self, plan: Mapping[str, str], reason: str, *, is_required: bool) -> None:
         for pattern, style in plan.items():
             where, nodes = f"tensor.plan: {pattern}", self.tree.matching(pattern)
             if style not in STYLES:
@@ -351,8 +340,7 @@ class TensorChoice:
         if not sizes:
             raise self._nothing_found()
         if odd := next((name for name, size in sizes.items() if size % self.num_ranks), None):
-            common = math.gcd(*sizes.values())
-            nearest = min(_divisors(common), key=lambda size: (abs(size - self.num_ranks), size))
+            nearest, *_ = common_divisors(sizes.values(), self.num_ranks)
             what = "heads" if odd in heads else "features"
             raise PlanError(
                 f"{odd!r} has {sizes[odd]} {what}, which {self.num_ranks} ranks cannot share evenly",
@@ -447,7 +435,3 @@ class TensorChoice:
             if how or name in self.reasons:
                 made.append(ParallelModule(fqn=name, how=", ".join(how), reason=self.reasons.get(name, "")))
         return tuple(made)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

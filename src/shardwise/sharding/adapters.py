@@ -14,17 +14,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from shardwise.config.load import check_ranges
 from shardwise.config.schema import LoraConfig
 from shardwise.errors import CheckpointError, ConfigError, ShardError, listed
 from shardwise.models.configs import hugging_face_config
-from shardwise.planning.calls import is_opaque
 from shardwise.planning.groups import name_matcher
-from shardwise.planning.regions import computes_linear, layer_sizes
-from shardwise.sharding.blocks import find_blocks
+from shardwise.planning.regions import called_linears, computes_linear, layer_sizes
+from shardwise.sharding.blocks import find_blocks, refuse_sharded
 from shardwise.sharding.full_params import gather_in_buckets, reshard
 from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
 from shardwise.sharding.nf4 import NF4Tensor, quantize_nf4, why_not_nf4
@@ -91,7 +89,8 @@ def add_lora(model: M, config: LoraConfig | str | Path | None = None) -> M:
     """
     config = read_peft_config(Path(config)) if isinstance(config, str | Path) else config or LoraConfig()
     check_ranges(config, "lora")
-    _refuse_changed(model)
+    refuse_sharded(model, "add_lora")
+    _refuse_adapted(model)
     blocks = _linears_of_blocks(model)
     targets = blocks if config.targets == "auto" else _targets(model, config.targets)
     if not targets:
@@ -129,15 +128,8 @@ def _adapted_class(kind: type) -> type:
     return type(f"Lora{kind.__name__}", (LoraLayer, kind), {"__module__": __name__})
 
 
-def _refuse_changed(model: nn.Module) -> None:
+def _refuse_adapted(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ShardError(
-                f"add_lora comes too late: {name or 'the model'} is already sharded",
-                where=name or class_name(model),
-                why="sharding fixes the parameters of each group",
-                fix="call add_lora(model) before shard(model)",
-            )
         if isinstance(module, LoraLayer) or type(module).__module__.startswith("peft."):
             raise ShardError(
                 f"{name or 'the model'} has an adapter already",
@@ -160,10 +152,7 @@ def _linears_of_blocks(model: nn.Module) -> dict[str, Any]:
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Layers that can have an adapter: those whose forward is that of a linear layer and is really called."""
-    for name, module in model.named_modules():
-        for child_name, child in module.named_children():
-            if computes_linear(child) and not is_opaque(module):
-                yield f"{name}.{child_name}".lstrip("."), child
+    yield from ((name, layer) for name, layer in called_linears(model) if computes_linear(layer))
     if computes_linear(model):
         yield "", model
 
@@ -174,21 +163,15 @@ def _targets(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, Any]:
     for pattern in patterns:
         fits = name_matcher(pattern)
         found = [name for name, module in model.named_modules() if fits(name) or type(module).__name__ == pattern]
-        if wrong := [name for name in found if name not in linears]:
-            raise ConfigError(
-                f"{pattern!r} matches {wrong[0]!r}, a {type(model.get_submodule(wrong[0])).__name__}",
-                where="lora.targets",
-                why="adapters stand beside nn.Linear layers that are called as modules, and transformers' Conv1D",
-                fix=f"name layers such as {next(iter(linears), 'model.layers.*.q_proj')!r}",
-            )
-        if not found:
-            raise ConfigError(
-                f"{pattern!r} matches no layer",
-                where="lora.targets",
-                why="`*` stays within one name, `**` and a leading `*.` span dots",
-                fix=f"the model has {', '.join(listed(sorted({name.rpartition('.')[2] for name in linears})))}; "
-                "as in '*.q_proj'",
-            )
+        wrong = [name for name in found if name not in linears]
+        if wrong or not found:
+            what, why = "no layer", "`*` stays within one name, `**` and a leading `*.` span dots"
+            if wrong:
+                what = f"{wrong[0]!r}, a {type(model.get_submodule(wrong[0])).__name__}"
+                why = "adapters stand beside nn.Linear layers that are called as modules, and transformers' Conv1D"
+            known = ", ".join(listed(sorted({name.rpartition(".")[2] for name in linears})))
+            fix = f"the linear layers of the model are {known}; as in '*.q_proj'"
+            raise ConfigError(f"{pattern!r} matches {what}", where="lora.targets", why=why, fix=fix)
         chosen |= {name: linears[name] for name in found}
     return chosen
 

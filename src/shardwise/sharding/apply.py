@@ -2,7 +2,6 @@
 
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,7 +48,7 @@ from shardwise.sharding.hooks.graph_calls import watch_backward
 from shardwise.sharding.hooks.outside import mend_operators
 from shardwise.sharding.hooks.parameter_writes import watch_writes
 from shardwise.sharding.hooks.watching import watch_by_default
-from shardwise.sharding.inventory import class_name, unwrapped_name
+from shardwise.sharding.inventory import class_name, fingerprint, unwrapped_name
 from shardwise.sharding.parallel.context_parallel import apply_context_parallel, replace_root_forward
 from shardwise.sharding.parallel.expert_parallel import divide_experts
 from shardwise.sharding.parallel.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
@@ -124,8 +123,7 @@ def _fingerprint(parameter: torch.Tensor) -> str:
     if type(parameter) not in (nn.Parameter, torch.Tensor) or parameter.numel() == 0:
         return "-"
     flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach().contiguous().view(-1)
-    sample = flat[:: max(flat.numel() // _SAMPLES, 1)][:_SAMPLES].cpu().contiguous()
-    return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}"
+    return f"{int(fingerprint(flat[:: max(flat.numel() // _SAMPLES, 1)][:_SAMPLES])):x}"
 
 
 def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:

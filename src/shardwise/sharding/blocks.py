@@ -100,8 +100,10 @@ class WrittenBuffers:
         def first() -> Iterator[None]:
             yield
             if training not in self._written:  # from now on only what was written is copied
-                for (module, name), held in list(before.items()):
-                    if not _is_written(module._buffers.get(name), *held):
+                for (module, name), (buffer, version, value) in list(before.items()):
+                    now = module._buffers.get(name)
+                    # Batch norm writes without counting it as a new version.
+                    if now is buffer and now._version == version and torch.equal(now, value):
                         del before[module, name]
                 self._written[training] = list(before)
 
@@ -119,9 +121,16 @@ class WrittenBuffers:
         return first(), again()
 
 
-def _is_written(now: torch.Tensor | None, buffer: torch.Tensor, version: int, value: torch.Tensor) -> bool:
-    """Whether the buffer has changed. Batch norm writes without counting it as a new version."""
-    return now is not buffer or now._version != version or not torch.equal(now, value)
+def refuse_sharded(model: nn.Module, action: str) -> None:
+    """Raise if the model is sharded already, or a part of it, where `action` would change it."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ShardError(
+                f"{action} comes too late: {repr(name) if name else 'the model'} is already sharded",
+                where=name or type(model).__name__,
+                why="the order is add_lora, checkpoint_activations, compile_blocks, shard: gathering is outside of all",
+                fix=f"call {action}(model) before shard(model)",
+            )
 
 
 def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: str) -> dict[str, nn.Module]:
@@ -138,14 +147,7 @@ def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: 
     Raises:
         ShardError: The model is sharded already, or has no such blocks.
     """
-    sharded = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
-    if sharded is not None:
-        raise ShardError(
-            f"{action} comes too late: {'the model' if not sharded else repr(sharded)} is already sharded",
-            where=sharded or type(model).__name__,
-            why="the order is checkpoint_activations, compile_blocks, shard: gathering stays outside of both",
-            fix=f"call {action}(model) before shard(model)",
-        )
+    refuse_sharded(model, action)
     found = config if isinstance(config, Plan) else plan(model, config)
     outermost = outermost_blocks(model, found.groups)
     if not outermost:
@@ -354,11 +356,7 @@ class AdaptiveActivations:
         change_activations(blocks, ["offload"] * len(blocks))
         chains = [list(replacements(module)) for module in blocks.values()]
         self._forwards = [(each, chain[-1]) for chain in chains if isinstance(each := chain[0], OffloadedForward)]
-        self._set_level(0)
-
-    def reset(self) -> None:
-        """Keep everything on the device again."""
-        self._set_level(0)
+        self.reset()
 
     def keep_less(self, *, recompute_blocks: bool) -> Mode | None:
         """Keep less from the next call on.
@@ -372,10 +370,11 @@ class AdaptiveActivations:
         level = self._level + 1
         if level == len(self._LEVELS) or (self._LEVELS[level][0] == "full" and not recompute_blocks):
             return None
-        self._set_level(level)
+        self.reset(level)
         return self._LEVELS[level][0]
 
-    def _set_level(self, level: int) -> None:
+    def reset(self, level: int = 0) -> None:
+        """Keep everything on the device again, or what a level keeps."""
         self._level = level
         mode, share = self._LEVELS[level]
         for index, (offloaded, checkpointed) in enumerate(self._forwards):

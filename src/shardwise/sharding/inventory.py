@@ -432,7 +432,7 @@ def take_inventory(model: nn.Module) -> list[TensorEntry]:
         for place, tensor in _places_of(module):
             if id(tensor) not in entries:
                 fqn = f"{path}.{place.name}" if path else place.name
-                entries[id(tensor)] = TensorEntry(fqn, tensor, is_meta(tensor), shards.get(id(tensor)))
+                entries[id(tensor)] = TensorEntry(fqn, tensor, tensor.is_meta, shards.get(id(tensor)))
             entries[id(tensor)].places.append(place)
     return list(entries.values())
 
@@ -450,20 +450,15 @@ def unwrapped_name(name: str) -> str:
     return name
 
 
-def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the local part of a DTensor, has no storage."""
-    return tensor.device.type == "meta"
-
-
 def meta_left_in(model: nn.Module) -> Iterable[str]:
     """Names of tensors on meta: registered ones, and plain attributes that no one would ever fill."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for place, tensor in _places_of(module):
-            if is_meta(tensor):
+            if tensor.is_meta:
                 yield prefix + place.name
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and is_meta(value):
+            if isinstance(value, torch.Tensor) and value.is_meta:
                 yield f"{prefix}{name} (a plain attribute, not a buffer)"
 
 

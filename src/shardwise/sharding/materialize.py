@@ -22,7 +22,7 @@ from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.models.random_state import kept_random_state, seed_everything
 from shardwise.planning.plan import numbered_alike
 from shardwise.sharding import inventory
-from shardwise.sharding.inventory import TensorEntry, class_name, is_meta, is_poisoned, meta_left_in, take_inventory
+from shardwise.sharding.inventory import TensorEntry, class_name, is_poisoned, meta_left_in, take_inventory
 from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.repointing import watch_optimizers
 
@@ -403,7 +403,7 @@ class _Initialisation:
 
     def _keep(self, entry: TensorEntry, full: torch.Tensor | None) -> None:
         """Store this rank's part of what now stands in an entry's place."""
-        if full is None or is_meta(full):
+        if full is None or full.is_meta:
             return
         if self._mesh_to_sync is not None:
             inventory.broadcast_from_first(full, self._mesh_to_sync, range(self._mesh_to_sync.ndim))
@@ -431,7 +431,7 @@ def _run(initialisers: list[Initialiser], is_done: Callable[[], bool] | None) ->
 
 def _is_written(place: inventory.Place) -> bool:
     standing = place.get()
-    return standing is None or not (is_meta(standing) or is_poisoned(standing))
+    return standing is None or not (standing.is_meta or is_poisoned(standing))
 
 
 def mesh_of(model: nn.Module, entries: Sequence[TensorEntry]) -> DeviceMesh | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +60,12 @@ class NF4Tensor(torch.Tensor):
             ShardError: It is asked to train.
         """
         if mode:
-            refuse_training("an NF4 parameter")
+            raise ShardError(
+                "an NF4 parameter is asked to train",
+                where="an NF4 parameter",
+                why="its elements have 16 values each: an optimizer's updates would be rounded away",
+                fix="leave it frozen and train adapters, or build the model without quantize='nf4'",
+            )
         return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # pyrefly: ignore[bad-override]
@@ -112,16 +117,6 @@ class NF4Tensor(torch.Tensor):
         with compat.preserved_version(out):
             out.copy_(_values(codes, scales, param_dtype))
         return None
-
-
-def refuse_training(name: str) -> NoReturn:
-    """Raise because a quantised parameter is to be trained."""
-    raise ShardError(
-        f"{name} is asked to train",
-        where=name,
-        why="its elements have 16 values each: an optimizer's updates would be rounded away",
-        fix="leave it frozen and train adapters, or build the model without quantize='nf4'",
-    )
 
 
 def quantize_nf4(values: Tensor) -> NF4Tensor:

@@ -41,15 +41,11 @@ _ATTRIBUTE = "_shardwise_state"
 _NOTES = "_shardwise_notes"  # functions that drop what we noted of a step that failed
 
 
-def remember(model: nn.Module, state: ShardedState) -> None:
-    """Record that `model` is the root of a sharded model."""
+def remember(model: nn.Module, state: ShardedState, *, is_root: bool = True) -> None:
+    """Record what is known of a sharded model; modules of several roots are the root of none."""
     model.__dict__[_ATTRIBUTE] = state
-    _ROOTS[model] = None
-
-
-def describe(model: nn.Module, state: ShardedState) -> None:
-    """Record what is known of modules of several roots, which are the root of none."""
-    model.__dict__[_ATTRIBUTE] = state
+    if is_root:
+        _ROOTS[model] = None
 
 
 def sharded_state(model: nn.Module) -> ShardedState | None:

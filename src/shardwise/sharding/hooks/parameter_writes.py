@@ -25,11 +25,6 @@ class ShardUses:
 
     count = 0
 
-    @classmethod
-    def add(cls) -> None:
-        """One more."""
-        cls.count += 1
-
 
 def watch_writes(model: nn.Module) -> None:
     """Keep what is written to the model's parameters, sharded or unsharded; repeatable.
@@ -131,7 +126,7 @@ _HANDED_OUT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _hand_out_shard(parameter: DTensor, data: torch.Tensor) -> None:
-    ShardUses.add()
+    ShardUses.count += 1
     if is_watched(parameter):
         living = [reference for reference in _HANDED_OUT.get(parameter, ()) if reference() is not None]
         _HANDED_OUT[parameter] = [*living, weakref.ref(data)]
@@ -154,7 +149,7 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
-    ShardUses.add()
+    ShardUses.count += 1
     if is_watched(tensor):
         _refuse_other_kind(tensor, value)
     elif isinstance(tensor, nn.Parameter):

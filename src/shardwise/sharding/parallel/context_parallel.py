@@ -393,27 +393,18 @@ def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError
     digest = [zlib.crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) for each in parts]
     told = gather_objects((tuple(tokens.shape), digest), group=state.group)
     fix = "call the model with split_sequences(batch, mesh=mesh), and take the loss of its labels"
+    what = why = ""
     if len({shape for shape, _ in told}) > 1:
-        shapes = ", ".join(str(list(shape)) for shape, _ in told)
+        what = f"the ranks of a context group have tokens {', '.join(str(list(shape)) for shape, _ in told)}"
         why = "each rank has an equal part of the same sequences"
-        return ShardError(f"the ranks of a context group have tokens {shapes}", where="mesh.context", why=why, fix=fix)
-    if len({str(digest) for _, digest in told}) == 1:
-        return ShardError(
-            "all ranks of a context group were given the same tokens",
-            where="mesh.context",
-            why="each rank takes what it is given for its part of a longer sequence",
-            fix=fix,
-        )
-    if isinstance(positions, Tensor) and positions.ndim == 2:
-        whole = state.gather(positions, 1)
-        if bool((whole.diff(dim=1) > 1).any()):
-            return ShardError(
-                "the parts of the ranks of a context group are not in the order that the model expects",
-                where="mesh.context",
-                why=f"context.balanced is {state.layout.balanced}, and the positions of all parts then have gaps",
-                fix=fix + " and the same `balanced`",
-            )
-    return None
+    elif len({str(digest) for _, digest in told}) == 1:
+        what = "all ranks of a context group were given the same tokens"
+        why = "each rank takes what it is given for its part of a longer sequence"
+    elif isinstance(positions, Tensor) and positions.ndim == 2 and (state.gather(positions, 1).diff(dim=1) > 1).any():
+        what = "the parts of the ranks of a context group are not in the order that the model expects"
+        why = f"context.balanced is {state.layout.balanced}, and the positions of all parts then have gaps"
+        fix += " and the same `balanced`"
+    return ShardError(what, where="mesh.context", why=why, fix=fix) if what else None
 
 
 def _prefix(state: ContextParallel, value: Any, length: int, prefix: int) -> Any:

@@ -128,7 +128,11 @@ class SelectingForward(DispatchingForward):
         Ranks:
             Collective over the tensor axis, and so is the backward. Waits for the device once.
         """
-        hidden, weights = (self._same_on_all(each) for each in (hidden_states, top_k_weights))
+        # All ranks have these and each uses a part of them: a gradient is the sum of theirs.
+        given = (
+            DTensor.from_local(x, self.mesh, [Replicate()], run_check=False) for x in (hidden_states, top_k_weights)
+        )
+        hidden, weights = (each.to_local(grad_placements=[Partial()]) for each in given)
         num_local = self.num_experts // self.mesh.size()
         index = top_k_index - self.mesh.get_local_rank() * num_local
         rows, places = ((index >= 0) & (index < num_local)).nonzero(as_tuple=True)
@@ -139,12 +143,6 @@ class SelectingForward(DispatchingForward):
             made = self.__wrapped__(hidden[rows], numbers.unsqueeze(-1), shares.unsqueeze(-1))
         mixed = torch.zeros_like(hidden).index_add(0, rows, made.to(hidden.dtype))
         return DTensor.from_local(mixed, self.mesh, [Partial()], run_check=False).full_tensor()
-
-    def _same_on_all(self, tensor: Tensor) -> Tensor:
-        """A tensor that all ranks have, of which each uses a part: its gradient is the sum of theirs."""
-        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False).to_local(
-            grad_placements=[Partial()]
-        )
 
 
 class _Exchange(torch.autograd.Function):

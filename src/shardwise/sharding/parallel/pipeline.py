@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from shardwise.config.schema import ROOT_PATTERN, ExpertConfig, Float8Config, PipelineConfig, ShardConfig
-from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, raise_on_all_ranks, run_on_all
+from shardwise.distributed.agreement import agree_on, flag_device, gather_objects, run_on_all
 from shardwise.distributed.mesh import axis_sizes, default_mesh, gradient_mesh, model_mesh, sub_mesh
 from shardwise.errors import ConfigError
 from shardwise.models.modes import trial_forward
@@ -34,10 +34,9 @@ from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.parallel.context_parallel import context_of
 from shardwise.sharding.parallel.pipeline_stage import Loss, Passing, StageForward, copy_with, make_stand_ins
-from shardwise.sharding.registry import PipelineRanks, describe, sharded_state
+from shardwise.sharding.registry import PipelineRanks, remember, sharded_state
 
 Batch = Mapping[str, Tensor]
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -241,24 +240,15 @@ class Pipeline:
         self.num_microbatches = count
         rows = _split(batch, count)[0]
         first = self.parts[0]
-        described = self._on_own_ranks(lambda: _look_at(first, rows, []) if first.stage.is_first else None)
+        # It communicates within a stage only: if one stage fails, all ranks raise.
+        described = run_on_all(lambda: _look_at(first, rows, []) if first.stage.is_first else None, self.mesh)
         told = next(each for each in gather_objects(described, group=self.group) if each is not None)
         for part in self.parts:
             part.passing.block_output, part.passing.unit_outputs = told
         others = [part for part in self.parts if not part.stage.is_first]
-        self._on_own_ranks(lambda: [_look_at(part, rows, self._received(part)) for part in others])
+        run_on_all(lambda: [_look_at(part, rows, self._received(part)) for part in others], self.mesh)
         self._send_tied_parameters()
         self._schedule, self._shape = self._make_schedule() if is_step else None, shape
-
-    def _on_own_ranks(self, work: Callable[[], T]) -> T | None:
-        """Run what communicates within a stage; if it fails on one, raise on all ranks."""
-        made, error = None, None
-        try:
-            made = work()
-        except Exception as caught:
-            error = caught
-        raise_on_all_ranks(error, group=self.mesh)
-        return made
 
     def _received(self, part: Part) -> list[Tensor]:
         """Random numbers in place of what a stage receives; others on each rank, as parts of one sequence are."""
@@ -491,7 +481,8 @@ def pipeline(
         assert state is not None
         state.pipeline = PipelineRanks(group, repeated, names - frozenset(_names(part.model)))
         if part.model is not merged:
-            describe(merged, replace(state, pipeline=PipelineRanks(group, repeated, names - frozenset(_names(merged)))))
+            ranks = PipelineRanks(group, repeated, names - frozenset(_names(merged)))
+            remember(merged, replace(state, pipeline=ranks), is_root=False)
     return Pipeline(parts, merged, mesh, config.pipeline, peers)
 
 
@@ -517,29 +508,19 @@ def _plan(
 def _plan_of_part(part: nn.Module, stage: StagePlan, config: ShardConfig, mesh: DeviceMesh, whole: Plan) -> Plan:
     """The plan of one stage: the groups that the whole model would have."""
     modules = dict(part.named_modules())
-    if not is_explicit(config):
-        single = [group.modules[0] for group in whole.groups if len(group.modules) == 1]
-        named = [name for name in single if name and name in modules and any(True for _ in modules[name].parameters())]
-        config = replace(config, block_patterns=tuple(named))
-    config = _settings_of_part(part, config, whole)
-    planned = make_plan(part, config, model_mesh(mesh), None, capability=device_capability())
-    how = f"stage {stage.index} of {stage.num_stages}, {config.pipeline.schedule}"
-    reason = "blocks are divided evenly; what runs before and after them is on the first and the last stage"
-    entries = tuple(ParallelModule(fqn=name, how=how, reason=reason) for name in (*stage.blocks, *stage.units))
-    return replace(planned, pipeline=entries, float8=tuple(each for each in whole.float8 if each.fqn in modules))
-
-
-def _settings_of_part(part: nn.Module, config: ShardConfig, whole: Plan) -> ShardConfig:
-    """The config without patterns that match modules of other stages only; the plan of the whole has checked them."""
-    modules = dict(part.named_modules())
     classes = {type(module).__name__ for module in modules.values()}
     names = [*modules, *(name for name, _ in part.named_parameters(remove_duplicate=False)), ROOT_PATTERN]
 
     def present(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        """Without those that match modules of other stages only; the plan of the whole has checked them."""
         return tuple(each for each in patterns if each in classes or any(map(name_matcher(each), names)))
 
+    if not is_explicit(config):
+        single = [group.modules[0] for group in whole.groups if len(group.modules) == 1]
+        named = [name for name in single if name and name in modules and any(True for _ in modules[name].parameters())]
+        config = replace(config, block_patterns=tuple(named))
     experts = tuple(each.fqn for each in whole.expert_parallel if each.how and each.fqn in modules)
-    return replace(
+    config = replace(
         config,
         block_patterns=present(config.block_patterns),
         block_classes=present(config.block_classes),
@@ -548,6 +529,11 @@ def _settings_of_part(part: nn.Module, config: ShardConfig, whole: Plan) -> Shar
         expert=ExpertConfig(modules=experts),
         float8=Float8Config(),  # decided for the whole model
     )
+    planned = make_plan(part, config, model_mesh(mesh), None, capability=device_capability())
+    how = f"stage {stage.index} of {stage.num_stages}, {config.pipeline.schedule}"
+    reason = "blocks are divided evenly; what runs before and after them is on the first and the last stage"
+    entries = tuple(ParallelModule(fqn=name, how=how, reason=reason) for name in (*stage.blocks, *stage.units))
+    return replace(planned, pipeline=entries, float8=tuple(each for each in whole.float8 if each.fqn in modules))
 
 
 def find_ties(model: nn.Module, stages: list[StagePlan]) -> dict[str, tuple[int, int]]:

@@ -233,7 +233,7 @@ class LocalForward(ReplacedForward):
         self.state = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """ForwardRecord the module."""
+        """Run the module."""
         if self.state.is_whole:
             return self.__wrapped__(*args, **kwargs)
         with LocalSizes(self.state.num_ranks):
@@ -361,7 +361,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """ForwardRecord the model on whole tensors and then on parts, and compare what divided layers give.
+    """Run the model on whole tensors and then on parts, and compare what divided layers give.
 
     Args:
         state: The model's.
