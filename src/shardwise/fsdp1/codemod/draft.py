@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status, source_finding
@@ -139,7 +139,6 @@ def finding_kinds() -> dict[str, FindingKind]:
 
 
 KEEP_FSDP1_API = "keep it on FSDP2 by importing from shardwise.fsdp1 instead of torch.distributed.fsdp"
-_Node = TypeVar("_Node", bound=ast.AST)
 
 
 class Blocked(Exception):
@@ -187,6 +186,11 @@ class FileDraft:
     """Their optional parameters that are needed."""
     taken: set[ast.AST] = field(default_factory=set)
     """Nodes that a rule has rewritten, for later rules to leave alone."""
+    emitted: set[ast.AST] = field(init=False)
+    """Nodes of helpers that an earlier run has emitted into the file."""
+
+    def __post_init__(self) -> None:
+        self.emitted = {inner for one in emitted_in(self.context).values() for inner in ast.walk(one)}
 
     def snapshot(self) -> dict[str, Any]:
         """What `restore` goes back to."""
@@ -248,21 +252,17 @@ class FileDraft:
 
     def nodes(self) -> list[ast.AST]:
         """Every node but those of helpers that an earlier run has emitted into the file."""
-        return self._without_helpers(self.context.parents)
+        return [node for node in self.context.parents if node not in self.emitted]
 
     def calls(self) -> list[ast.Call]:
         """Every call, in source order, but those in emitted helpers."""
-        return self._without_helpers(self.context.calls)
+        return [call for call in self.context.calls if call not in self.emitted]
 
     def method_calls(self, name: str) -> Iterator[tuple[ast.Call, ast.Attribute]]:
         """Every call `x.name(...)` that no rule has taken when its turn comes."""
         for call in self.calls():
             if isinstance(call.func, ast.Attribute) and call.func.attr == name and call not in self.taken:
                 yield call, call.func
-
-    def _without_helpers(self, nodes: Iterable[_Node]) -> list[_Node]:
-        ours = {inner for one in emitted_in(self.context).values() for inner in ast.walk(one)}
-        return [node for node in nodes if node not in ours]
 
     def is_local(self, node: ast.AST, name: str) -> bool:
         """Whether a name means something else where `node` stands than emitted code would mean by it."""

@@ -179,10 +179,16 @@ class Sharded(Evaluator):
                 return True
         return any(self.reaching.always_reaches(place, node) for place in places)
 
-    def read_hints(self) -> list[tuple[ast.AST, ast.expr]]:
-        """The expressions that only a type check or a function of FSDP's class takes for wrapped models."""
+    def read_hints(self) -> list[tuple[ast.AST, ast.expr | ast.arg]]:
+        """What only an annotation, a type check or a function of FSDP's class takes for wrapped models."""
         self.forget()
-        context, told = self.context, list[tuple[ast.AST, ast.expr]]()
+        context = self.context
+        parameters = (one for function in context.functions for one in all_parameters(function.args))
+        told: list[tuple[ast.AST, ast.expr | ast.arg]] = [
+            (one, one)
+            for one in parameters
+            if one.annotation is not None and any(map(self._names_fsdp, ast.walk(one.annotation)))
+        ]
         if not self.constructors and "fully_shard(" in context.text:
             return told  # rewritten already; what is left of FSDP1 here tells nothing
         for call in context.calls:
@@ -198,8 +204,8 @@ class Sharded(Evaluator):
                     told.append((call, target))
         return told
 
-    def follow_hints(self, told: list[tuple[ast.AST, ast.expr]]) -> None:
-        """Take a hint or an annotation for the truth."""
+    def follow_hints(self, told: list[tuple[ast.AST, ast.expr | ast.arg]]) -> None:
+        """Take hints for the truth."""
         for call, model in told:
             wrapped = frozenset({ObjectRef(ANYWHERE, origins=_HINTED)})
             match model:
@@ -211,13 +217,9 @@ class Sharded(Evaluator):
                 case ast.Attribute(value=inner, attr=name):
                     for owner in self.values(inner):
                         self.flow.store(owner, name, wrapped, ANYWHERE)
-                case ast.Name():
+                case ast.Name() | ast.arg():
                     self.flow.add(model, wrapped)
         self.forget()
-        for function in self.context.functions:
-            for one in all_parameters(function.args):
-                if one.annotation is not None and any(map(self._names_fsdp, ast.walk(one.annotation))):
-                    self.flow.add(one, frozenset({ObjectRef(ANYWHERE, origins=_HINTED)}))
 
     def _names_fsdp(self, node: ast.AST) -> bool:
         return fsdp_name(self.context, node) == _CLASS
@@ -256,6 +258,7 @@ class ProgramFlow:
         self.wrapped: dict[ast.Call, set[ObjectRef]] = {}
         """What each constructor wraps."""
         self.files: dict[str, Sharded] = {}
+        self._unread: dict[str, Sharded] = {}
         self.methods: dict[str, list[tuple[Sharded, Function]]] = {}
         self.classes: dict[ast.ClassDef, FileContext] = {}
         """Classes of files that are not read yet."""
@@ -268,21 +271,29 @@ class ProgramFlow:
         self._linked: dict[str, set[str]] = {}
         self._loose: dict[ast.AST, str] = {}
         """Stores of a wrapped model to an attribute of who knows which object, and the file of each."""
+        self._readers: dict[object, dict[Sharded, None]] = {}
         self._reading: Sharded | None = None
-        self._has_changed = True
+        self._waiting: dict[Sharded, None] = {}
+        """Files to read, for the first time or because something that they have read has changed."""
         for context in program.files(_FSDP.search):
             self.activate(context)
+        imported = set().union(*(self.imports(file.context) for file in self.files.values()))
+        for path, file in self.files.items():
+            wraps = file.constructors or any(file.context.calls_to(WRAP))
+            if not wraps and not self.imports(file.context) and path not in imported:
+                del self._waiting[file]  # nothing comes to it
         self._settle()
-        hints = [file.read_hints() for file in list(self.files.values())]
-        for file, told in zip(list(self.files.values()), hints, strict=True):
+        hints = {file: told for file in list(self.files.values()) if (told := file.read_hints())}
+        for file, told in hints.items():
             file.follow_hints(told)
+            self._waiting[file] = None
         self._settle()
         for file in self.files.values():
             file.forget()
 
     def file(self, context: FileContext) -> Sharded:
         """The values of a file's expressions."""
-        return self.files.get(context.path) or Sharded(context, self)
+        return self.files.get(context.path) or self._unread.setdefault(context.path, Sharded(context, self))
 
     def file_of(self, node: ast.AST) -> Sharded | None:
         """The file that a node is in."""
@@ -303,7 +314,7 @@ class ProgramFlow:
         owners = [file.context.enclosing_class(node) for file, node in (early, late)]
         if self._are_siblings(*owners):
             return False  # `FSDPStrategy` and `DDPStrategy`: an object is one of the two
-        one, other = self._reached_from(*early), self._reached_from(*late)
+        one, other = self.reached_from(*early), self.reached_from(*late)
         hops = {key: one[key][0] + other[key][0] for key in one.keys() & other.keys()}
         if hops:
             nearest = [(one[key], other[key][2]) for key, number in hops.items() if number == min(hops.values())]
@@ -324,7 +335,7 @@ class ProgramFlow:
             return False
         return not self.relatives(one).isdisjoint(self.relatives(other))
 
-    def _reached_from(
+    def reached_from(
         self, file: Sharded, node: ast.AST
     ) -> dict[tuple[str, Function | None], tuple[int, Sharded, list[ast.AST]]]:
         """By function, the calls in it through which a place is reached, and how many calls are in between."""
@@ -339,33 +350,44 @@ class ProgramFlow:
         return found
 
     def _settle(self) -> None:
-        """Read all files again until nothing changes."""
-        while self._has_changed:
-            while self._has_changed:
-                self._has_changed = False
-                for file in list(self.files.values()):
-                    self._reading = file
-                    file.read()
+        """Read each file again until nothing that it has read changes."""
+        while self._waiting:
+            while self._waiting:
+                self._reading = next(iter(self._waiting))
+                del self._waiting[self._reading]
+                self._reading.read()
             self._reading = None
             self._activate_importers()
 
+    def _note(self, key: object) -> None:
+        """Read the file that is being read once more when what the key stands for has changed."""
+        if self._reading is not None:
+            self._readers.setdefault(key, {})[self._reading] = None
+
+    def _changed(self, *keys: object) -> None:
+        for key in keys:
+            self._waiting |= self._readers.get(key, {})
+
     def look_up(self, key: ast.AST) -> set[ObjectRef]:
         """The values of a variable, parameter or function so far."""
+        self._note(key)
         return self.values.get(key, set())
 
     def stored(self, owner: object) -> dict[str, dict[ast.AST, set[ObjectRef]]]:
         """The attributes and items of an object or class so far."""
+        self._note(owner)
         return self.fields.get(owner, {})
 
     def stored_as(self, owner: object, name: str) -> dict[ast.AST, set[ObjectRef]]:
         """One attribute or item of an object or class so far, by the place of the store."""
+        self._note((owner, name))
         return self.fields.get(owner, {}).get(name, {})
 
     def activate(self, context: FileContext) -> Sharded:
         """Read a file from now on."""
         if context.path not in self.files:
             file = self.files[context.path] = Sharded(context, self)
-            self._has_changed = True
+            self._waiting |= dict.fromkeys(self.files.values())  # they may call its functions
             for node in context.nodes(ast.ClassDef):
                 for method in (one for one in node.body if isinstance(one, Function)):
                     self.methods.setdefault(method.name, []).append((file, method))
@@ -427,6 +449,7 @@ class ProgramFlow:
         """Whether a value is, or has somewhere inside, a wrapped model (`FSDP1`) or parameters."""
         found = set(value.whole.origins & {FSDP1, "parameters"})
         for owner in self.owners(value):
+            self._note(("tags", owner))
             found |= self._tags.get(owner, set())
         return found
 
@@ -470,7 +493,7 @@ class ProgramFlow:
 
     def add(self, key: ast.AST, values: Values) -> None:
         """Let a variable, parameter or function have these values too."""
-        self._grow(self.values.setdefault(key, set()), values)
+        self._grow(self.values.setdefault(key, set()), values, key)
 
     def store(self, owner: ObjectRef, name: str, values: Values, place: ast.AST) -> None:
         """Let an attribute or item have these values too."""
@@ -480,14 +503,15 @@ class ProgramFlow:
             self.activate(self.classes[key])
         for one in (key, owner.whole, owner.parent) if owner.path else (key,):
             known = self._tags.setdefault(one, set()) if tags else tags
-            self._has_changed |= not tags <= known
-            known |= tags
+            if not tags <= known:
+                known |= tags
+                self._changed(("tags", one))
         known = self.fields.setdefault(key, {}).setdefault(name, {}).setdefault(place, set())
-        self._grow(known, values)
+        self._grow(known, values, key, (key, name))
         if self._reading is not None and _is_anyones(owner, name) and any(map(is_of_wrapped, values)):
             self._loose[place] = self._reading.context.path
             known = self.fields.setdefault(ANYWHERE, {}).setdefault(name, {}).setdefault(place, set())
-            self._grow(known, frozenset(filter(is_of_wrapped, values)))
+            self._grow(known, frozenset(filter(is_of_wrapped, values)), (ANYWHERE, name))
 
     def stored_loosely(self, name: str, context: FileContext) -> dict[ast.AST, set[ObjectRef]]:
         """What some object was given under a name, in a file that has to do with this one."""
@@ -510,11 +534,12 @@ class ProgramFlow:
             self._linked[path] = found
         return self._linked[path]
 
-    def _grow(self, known: set[ObjectRef], values: Values) -> None:
+    def _grow(self, known: set[ObjectRef], values: Values, *keys: object) -> None:
         if len(known) + len(values) > _MAX_VALUES:
             values = frozenset(filter(is_of_wrapped, values))
-        self._has_changed |= not values <= known
-        known |= values
+        if not values <= known:
+            known |= values
+            self._changed(*keys)
 
 
 def _is_anyones(owner: ObjectRef, name: str) -> bool:

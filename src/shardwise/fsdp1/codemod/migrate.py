@@ -294,8 +294,8 @@ def _lost_import(path: str, before: Program, after: Program) -> str:
 
 def _new_error(path: str, before: str, after: str, decided: Collection[int]) -> str:
     """What lint calls an error after the rewrite and did not before, and no finding tells a person about."""
-    known = Counter(finding.code for finding in _errors(before, path))
     found = _errors(after, path)
+    known = Counter(finding.code for finding in _errors(before, path)) if found else Counter()
     said = _became(before, after, decided) if found else set()
     for finding in found:
         known[finding.code] -= 1

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from shardwise.fsdp1.codemod.constructors import Wrap
 from shardwise.fsdp1.codemod.draft import FileDraft
-from shardwise.fsdp1.codemod.flow import Holds, Sharded
+from shardwise.fsdp1.codemod.flow import Holds, Sharded, flow_of
 from shardwise.fsdp1.codemod.leftovers import with_types_changed
 from shardwise.fsdp1.codemod.program import (
     Program,
@@ -278,19 +278,42 @@ def _early(draft: FileDraft, wrap: ast.Call) -> list[tuple[str, ast.Call, ast.Ca
     """
     sharded, found = draft.sharded, []
     flow, models, names = sharded.flow, sharded.wrapped_by(wrap), _model_names(draft, wrap)
-    for file in list(flow.files.values()):
-        for call in _optimizers(file, names if file is sharded else set()):
-            given = [value for one in given_to(call) for value in file.values(one)]
-            before, is_open = list[ast.Call](), _keeps_parameters(wrap) or _is_beside(draft, call, wrap, names)
-            for home, taken, owners in file.taken_from(given):
-                is_its = any(_are_related(one, other) for one in models for other in owners)
-                is_later = any(one.whole.site is wrap for one in owners)  # its model, if not for the order
-                is_open = is_open and not is_its and (is_later or not _is_of_another(models, home, taken, owners))
-                if (is_its or is_later) and flow.may_precede((home, taken), (sharded, wrap), is_known=not is_its):
-                    before.append(taken)
-            if not before and is_open and flow.may_precede((file, call), (sharded, wrap), is_known=True):
-                before = [call]
-            found += [(file.context.path, call, one) for one in before[:1]]
+    shared = {wrap, *flow.reached_from(sharded, wrap)}.union(*map(_identities, models))
+    linked = [_optimizers_by_link(draft.program).get(one, {}) for one in shared]
+    calls = {call: file for several in linked for call, file in several.items() if file is not sharded}
+    for call, file in (dict.fromkeys(_optimizers(sharded, names), sharded) | calls).items():
+        before, is_open = list[ast.Call](), _keeps_parameters(wrap) or _is_beside(draft, call, wrap, names)
+        for home, taken, owners in _taken(file, call):
+            is_its = any(_are_related(one, other) for one in models for other in owners)
+            is_later = any(one.whole.site is wrap for one in owners)  # its model, if not for the order
+            is_open = is_open and not is_its and (is_later or not _is_of_another(models, home, taken, owners))
+            if (is_its or is_later) and flow.may_precede((home, taken), (sharded, wrap), is_known=not is_its):
+                before.append(taken)
+        if not before and is_open and flow.may_precede((file, call), (sharded, wrap), is_known=True):
+            before = [call]
+        found += [(file.context.path, call, one) for one in before[:1]]
+    return found
+
+
+def _taken(file: Sharded, call: ast.Call) -> Iterator[tuple[Sharded, ast.Call, set[ObjectRef]]]:
+    """The calls that took the parameters which a call is given."""
+    return file.taken_from(value for one in given_to(call) for value in file.values(one))
+
+
+def _identities(value: ObjectRef) -> set[object]:
+    """What a value must have in common with another that may be the same object or a part of it."""
+    return {value.whole, value.whole.site, value.whole.definition or value.whole}
+
+
+@once
+def _optimizers_by_link(program: Program) -> dict[object, dict[ast.Call, Sharded]]:
+    """Optimizers, by the functions that they are reached from and the objects whose parameters they are given."""
+    found: dict[object, dict[ast.Call, Sharded]] = {}
+    for file in list(flow_of(program).files.values()):
+        for call in _optimizers(file, set()):
+            owners = (one for _, _, several in _taken(file, call) for one in several)
+            for key in set(file.flow.reached_from(file, call)).union(*map(_identities, owners)):
+                found.setdefault(key, {})[call] = file
     return found
 
 

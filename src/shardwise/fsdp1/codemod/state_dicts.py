@@ -368,13 +368,13 @@ def _report_saves(draft: FileDraft) -> None:
 def _report_optimizer_states(draft: FileDraft) -> None:
     """Say of each `optimizer.state_dict()` beside a wrapped model whose state it is."""
     context = draft.context
-    beside = {
-        context.enclosing_function(node)
-        for node in draft.nodes()
-        if isinstance(node, ast.Name | ast.Attribute) and draft.holds(node)
-    }
     for call, func in draft.method_calls("state_dict"):
-        if _IS_OPTIMIZER.search(draft.source(func.value)) and context.enclosing_function(call) in beside:
+        function = context.enclosing_function(call)
+        if _IS_OPTIMIZER.search(draft.source(func.value)) and any(
+            draft.holds(node)
+            for node in draft.nodes()
+            if isinstance(node, ast.Name | ast.Attribute) and context.enclosing_function(node) is function
+        ):
             draft.reported(
                 OPTIMIZER_CODE,
                 call,
