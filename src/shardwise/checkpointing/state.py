@@ -26,7 +26,7 @@ from shardwise.checkpointing.names import ModelTensor, canonical_name, model_ten
 from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.random_state import random_state, seed_everything, set_random_state
-from shardwise.sharding.inventory import is_meta, local_tensor
+from shardwise.sharding.inventory import local_tensor
 from shardwise.sharding.registry import names_elsewhere, sharded_state
 from shardwise.sharding.repointing import COUNTERS, refuse_foreign
 
@@ -438,7 +438,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 def refuse_empty(tensors: Iterable[ModelTensor]) -> None:
     """Raise a CheckpointError if there are no values to save."""
-    if empty := [tensor.name for tensor in tensors if is_meta(tensor.tensor)]:
+    if empty := [tensor.name for tensor in tensors if tensor.tensor.is_meta]:
         raise CheckpointError(
             f"{len(empty)} tensors have no values to save",
             where=", ".join(empty[:5]),
