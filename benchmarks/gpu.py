@@ -18,12 +18,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
@@ -42,8 +44,6 @@ from shardwise.training.loop import gc_frozen
 from shardwise.training.metrics import flops_per_token, peak_flops
 
 _TOY_LENGTH = 64
-_STRETCH = 5
-"""Steps that are timed together: `fit` reads its numbers a few steps late and does not wait in between."""
 
 
 @dataclass(frozen=True)
@@ -68,42 +68,46 @@ class Row:
     capped_gib: float | None = None
     """What the allocator may take of the GPU's memory."""
     warmup: int = 10
-    stretches: int = 6
+    steps: int = 30
+    """Steps that are timed."""
+
+    @property
+    def num_steps(self) -> int:
+        """With the first after the warm-up, which starts the clock."""
+        return self.warmup + self.steps + 1
 
 
 _FLOAT8 = (("float8", sw.Float8Config(recipe="tensorwise")),)
 ROWS = {
     "train-8b": Row("llama3-8b", 1, goal=0.60),
-    "train-8b-batch4": Row("llama3-8b", 4, goal=0.65, warmup=3, stretches=2),
-    "train-8b-batch2": Row("llama3-8b", 2, warmup=3, stretches=3),
+    "train-8b-batch4": Row("llama3-8b", 4, goal=0.65, warmup=3, steps=10),
+    "train-8b-batch2": Row("llama3-8b", 2, warmup=3, steps=15),
     "train-3b": Row("llama3-3b", 2, 4096, goal=0.58),
     "train-3b-batch4": Row("llama3-3b", 4, 4096, goal=0.58),
     "train-1b": Row("llama3-1b", 2, goal=0.62),
-    "train-1b-batch8": Row("llama3-1b", 8, goal=0.62, stretches=3),
+    "train-1b-batch8": Row("llama3-1b", 8, goal=0.62),
     "train-8b-float8": Row("llama3-8b", 1, goal=0.75, settings=_FLOAT8),
     "train-1b-float8": Row("llama3-1b", 2, settings=_FLOAT8),
-    "text-1b": Row("llama3-1b", 4, 2048, kind="text", warmup=0, stretches=60),
-    "text-1b-float8": Row("llama3-1b", 4, 2048, kind="text", warmup=0, stretches=60, settings=_FLOAT8),
-    "lora-8b": Row("llama3-8b", 1, lora=sw.LoraConfig(), warmup=3, stretches=1),
-    "qlora-8b": Row("llama3-8b", 1, lora=sw.LoraConfig(quantize="nf4"), warmup=3, stretches=1),
+    "text-1b": Row("llama3-1b", 4, 2048, kind="text", warmup=0, steps=300),
+    "text-1b-float8": Row("llama3-1b", 4, 2048, kind="text", warmup=0, steps=300, settings=_FLOAT8),
+    "lora-8b": Row("llama3-8b", 1, lora=sw.LoraConfig(), warmup=3, steps=5),
+    "qlora-8b": Row("llama3-8b", 1, lora=sw.LoraConfig(quantize="nf4"), warmup=3, steps=5),
     "moe": Row("moe-3b-a1b", 2, goal=0.40),
-    "moe-looped": Row("moe-3b-a1b", 2, kind="looped", warmup=5, stretches=3),
+    "moe-looped": Row("moe-3b-a1b", 2, kind="looped", warmup=5, steps=15),
     "plain-8b-selective": Row("llama3-8b", 1, kind="plain", settings=(("activations", "selective"),)),
     "plain-1b": Row("llama3-1b", 2, kind="plain"),
     "unwrapped-1b": Row("llama3-1b", 2, kind="unwrapped"),
-    "trainer-1b-batch2": Row("llama3-1b", 2, kind="trainer", stretches=4),
-    "trainer-1b-batch4": Row("llama3-1b", 4, kind="trainer", stretches=3),
-    "trainer-1b-batch6": Row("llama3-1b", 6, kind="trainer", stretches=3),
-    "trainer-8b": Row("llama3-8b", 1, kind="trainer", recompute=True, warmup=5, stretches=3),
-    "trainer-8b-batch2": Row("llama3-8b", 2, kind="trainer", recompute=True, warmup=4, stretches=2),
-    "lightning-1b-batch2": Row("llama3-1b", 2, kind="lightning", stretches=4),
-    "lightning-1b-batch4": Row("llama3-1b", 4, kind="lightning", stretches=3),
-    "lightning-8b": Row("llama3-8b", 1, kind="lightning", recompute=True, warmup=5, stretches=3),
-    "offload-6b": Row(
-        "benchmarks.gpu:llama_6b", 1, settings=(("offload", True),), capped_gib=40, warmup=1, stretches=1
-    ),
+    "trainer-1b-batch2": Row("llama3-1b", 2, kind="trainer"),
+    "trainer-1b-batch4": Row("llama3-1b", 4, kind="trainer"),
+    "trainer-1b-batch6": Row("llama3-1b", 6, kind="trainer"),
+    "trainer-8b": Row("llama3-8b", 1, kind="trainer", recompute=True),
+    "trainer-8b-batch2": Row("llama3-8b", 2, kind="trainer", recompute=True, warmup=4),
+    "lightning-1b-batch2": Row("llama3-1b", 2, kind="lightning"),
+    "lightning-1b-batch4": Row("llama3-1b", 4, kind="lightning"),
+    "lightning-8b": Row("llama3-8b", 1, kind="lightning", recompute=True),
+    "offload-6b": Row("benchmarks.gpu:llama_6b", 1, settings=(("offload", True),), capped_gib=40, warmup=1, steps=5),
     "pictures": Row("benchmarks.peers:seeing_model", 4, 1024, kind="pictures"),
-    "pictures-tutorial": Row("benchmarks.peers:seeing_model", 4, 1024, kind="tutorial", warmup=5, stretches=4),
+    "pictures-tutorial": Row("benchmarks.peers:seeing_model", 4, 1024, kind="tutorial"),
 }
 _CLASSES = {
     "attention": ("sdpa", "flash", "cudnn", "fmha"),
@@ -217,10 +221,10 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(row.capped_gib * 2**30 / whole)
     steps, found = None, dict[str, Any]()
     if row.kind in peers.RUNS:
-        clock = peers.Stretches(row.warmup, row.stretches, _STRETCH)
         tokens = random_tokens(DataConfig(sequence_length=row.length))
-        peers.RUNS[row.kind](row, tokens, folder, clock)
-        times, retries = clock.times, 0
+        with StepTimes(row.warmup) as clock:
+            peers.RUNS[row.kind](row, tokens, folder)
+        times, retries = clock.seconds(row.steps), 0
     else:
         is_plain = row.kind in ("plain", "unwrapped")
         steps, found = plain_steps(row) if is_plain else train_steps(row, folder, stack)
@@ -230,11 +234,13 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         retries = num_retries()
-        times = timed(steps, row.stretches)
+        with gc_frozen(), StepTimes() as clock:
+            steps(row.steps + 1)
+        times = clock.seconds(row.steps)
     if row.kind == "text":
         found["losses"] = losses_of(Path(folder))
     rate = row.batch * row.length / median(times)
-    found |= {"step_ms": round(median(times) * 1e3, 1), "steps": row.stretches * _STRETCH}
+    found |= {"step_ms": round(median(times) * 1e3, 1), "steps": row.steps}
     if not on_gpu:
         return {"rate": rate, **found}
     found |= {
@@ -255,17 +261,40 @@ def measure(row: Row, folder: str, stack: ExitStack) -> dict[str, Any]:
     return {"rate": rate, **found}
 
 
-def timed(steps: Callable[[int], None], stretches: int) -> list[float]:
-    """Seconds of a step, one number a stretch."""
-    times: list[float] = []
-    with gc_frozen():
-        for _ in range(stretches):
-            synchronize()
-            begin = time.perf_counter()
-            steps(_STRETCH)
-            synchronize()
-            times.append((time.perf_counter() - begin) / _STRETCH)
-    return times
+class StepTimes:
+    """When each optimizer step was through, on the GPU's own clock: nothing waits for the GPU between steps.
+
+    Args:
+        warmup: Steps that are not timed; the first after them only starts the clock.
+    """
+
+    def __init__(self, warmup: int = 0) -> None:
+        self._warmup, self._events = warmup, list[torch.cuda.Event | float]()
+
+    def __enter__(self) -> Self:
+        self._handle = register_optimizer_step_post_hook(lambda *_: self._record())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _record(self) -> None:
+        event: torch.cuda.Event | float = time.perf_counter()
+        if torch.cuda.is_available():
+            if len(self._events) == self._warmup:
+                torch.cuda.reset_peak_memory_stats()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self._events.append(event)
+
+    def seconds(self, count: int) -> list[float]:
+        """Of each timed step."""
+        synchronize()
+        events: list[Any] = self._events[self._warmup :]
+        if len(events) != count + 1:
+            raise RuntimeError(f"{len(self._events)} optimizer steps were made, not {self._warmup + count + 1}")
+        pairs = pairwise(events)
+        return [a.elapsed_time(b) / 1e3 if torch.cuda.is_available() else b - a for a, b in pairs]
 
 
 def num_retries() -> int:
@@ -289,7 +318,7 @@ def synchronize() -> None:
 def toy(row: Row) -> Row:
     """The row with a small model and a few steps."""
     model = "moe-debug" if row.model in moe.SHAPES else "llama3-debug" if row.model in llama.SHAPES else row.model
-    return replace(row, model=model, length=_TOY_LENGTH, goal=None, warmup=1, stretches=1)
+    return replace(row, model=model, length=_TOY_LENGTH, goal=None, warmup=1, steps=5)
 
 
 def kernel_times(steps: Callable[[int], None], step_ms: float) -> dict[str, float]:
@@ -331,7 +360,7 @@ def length(ranges: list[tuple[float, float]]) -> float:
 
 
 def host_waits(steps: Callable[[int], None]) -> list[str]:
-    """Places where the host waits for the GPU, as far as torch sees them; the last step of a stretch reads the loss."""
+    """Places where the host waits for the GPU, as far as torch sees them; the last of the steps reads the loss."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

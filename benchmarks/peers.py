@@ -5,7 +5,6 @@ float32 parameters, fused AdamW, clipping; recomputed where the row says so. Not
 """
 
 import os
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,33 +19,6 @@ from benchmarks.train_overhead import RandomTokens
 from shardwise.config.run import DataConfig
 from shardwise.models import llama, multimodal
 from shardwise.models.load import load_model
-
-
-class Stretches:
-    """Times some steps together, after others that only warm up.
-
-    Args:
-        warmup: Steps that are not timed.
-        count: Stretches.
-        length: Steps of a stretch.
-    """
-
-    def __init__(self, warmup: int, count: int, length: int) -> None:
-        self.num_steps, self.times = warmup + count * length, list[float]()
-        self._warmup, self._length, self._done, self._begin = warmup, length, 0, 0.0
-
-    def step(self) -> None:
-        """Count a step; wait for the GPU where a stretch ends."""
-        self._done += 1
-        if self._done >= self._warmup and (self._done - self._warmup) % self._length == 0:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            if self._done > self._warmup:
-                self.times.append((now - self._begin) / self._length)
-            elif torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-            self._begin = now
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
@@ -87,13 +59,9 @@ def transformers_llama(name: str) -> Any:
     return model
 
 
-def run_trainer(row: Any, tokens: RandomTokens, folder: str, clock: Stretches) -> nn.Module:
+def run_trainer(row: Any, tokens: RandomTokens, folder: str) -> nn.Module:
     """`transformers.Trainer` with `fsdp=True`, which is accelerate's FSDP2."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Callback(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            clock.step()
+    from transformers import Trainer, TrainingArguments
 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
         os.environ[name] = value
@@ -102,7 +70,7 @@ def run_trainer(row: Any, tokens: RandomTokens, folder: str, clock: Stretches) -
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=row.batch,
-        max_steps=clock.num_steps,
+        max_steps=row.num_steps,
         learning_rate=3e-4,
         bf16=True,
         optim="adamw_torch_fused",
@@ -116,11 +84,11 @@ def run_trainer(row: Any, tokens: RandomTokens, folder: str, clock: Stretches) -
         dataloader_num_workers=2,
         use_cpu=not torch.cuda.is_available(),
     )
-    Trainer(model=model, args=arguments, train_dataset=TokenRows(tokens), callbacks=[Callback()]).train()
+    Trainer(model=model, args=arguments, train_dataset=TokenRows(tokens)).train()
     return model
 
 
-def run_lightning(row: Any, tokens: RandomTokens, folder: str, clock: Stretches) -> nn.Module:
+def run_lightning(row: Any, tokens: RandomTokens, folder: str) -> nn.Module:
     """`lightning.Trainer` with `ModelParallelStrategy` and `fully_shard` in `configure_model`."""
     import pytorch_lightning as lightning
     from pytorch_lightning.strategies import ModelParallelStrategy
@@ -134,9 +102,6 @@ def run_lightning(row: Any, tokens: RandomTokens, folder: str, clock: Stretches)
         def training_step(self, batch: dict[str, Tensor]) -> Tensor:
             return self.model(**batch).loss
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            clock.step()
-
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=torch.cuda.is_available())
 
@@ -145,7 +110,7 @@ def run_lightning(row: Any, tokens: RandomTokens, folder: str, clock: Stretches)
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=1,
         strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1),
-        max_steps=clock.num_steps,
+        max_steps=row.num_steps,
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
@@ -204,7 +169,7 @@ def pictures(config: DataConfig) -> Pictures:
     return Pictures(config.sequence_length)
 
 
-def run_tutorial(row: Any, tokens: RandomTokens, folder: str, clock: Stretches) -> nn.Module:
+def run_tutorial(row: Any, tokens: RandomTokens, folder: str) -> nn.Module:
     """The multimodal model as torch's FSDP2 tutorial shards and trains: every layer, the root, Adam, no compiler."""
     import shardwise as sw
 
@@ -215,7 +180,7 @@ def run_tutorial(row: Any, tokens: RandomTokens, folder: str, clock: Stretches) 
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-4)
     data = Pictures(row.length)
     rows = DataLoader(data, batch_size=row.batch, num_workers=2, pin_memory=device == "cuda")  # pyrefly: ignore
-    for batch, _ in zip(rows, range(clock.num_steps), strict=False):
+    for batch, _ in zip(rows, range(row.num_steps), strict=False):
         with torch.autocast(
             device, torch.bfloat16
         ):  # without it the waves of the times, float32, meet bfloat16 weights
@@ -224,11 +189,10 @@ def run_tutorial(row: Any, tokens: RandomTokens, folder: str, clock: Stretches) 
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        clock.step()
     return model
 
 
-RUNS: dict[str, Callable[[Any, RandomTokens, str, Stretches], nn.Module]] = {
+RUNS: dict[str, Callable[[Any, RandomTokens, str], nn.Module]] = {
     "trainer": run_trainer,
     "lightning": run_lightning,
     "tutorial": run_tutorial,
