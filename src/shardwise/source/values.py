@@ -11,7 +11,6 @@ from typing import Any
 
 from shardwise.source.syntax import Function
 
-
 _REST = operator.attrgetter("origins", "definition", "chain", "turn", "on_meta")
 
 
