@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.source.syntax import Function
+
+_REST = operator.attrgetter("origins", "definition", "chain", "turn", "on_meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,15 @@ class ObjectRef:
     def __hash__(self) -> int:
         return hash((self.site, self.path))  # sets of them are all that the codemod works on
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, ObjectRef)
+            and self.site is other.site
+            and self.path == other.path
+            and self.owner == other.owner
+            and _REST(self) == _REST(other)
+        )
+
     @property
     def whole(self) -> ObjectRef:
         """The object that a part was reached from; any other object itself."""
@@ -45,6 +57,7 @@ class ObjectRef:
         """The part that this one is an attribute or item of."""
         return ObjectRef(self.site, owner=self.owner, path=self.path[:-1]) if len(self.path) > 1 else self.whole
 
+    @functools.lru_cache(1 << 16)  # noqa: B019 (parts that are the same object compare at once)
     def part(self, name: str) -> ObjectRef:
         """What `.name` or `[...]` reaches."""
         return ObjectRef(self.site, owner=self.whole, path=(*self.path, name))

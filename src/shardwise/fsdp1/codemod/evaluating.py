@@ -159,7 +159,7 @@ class Evaluator:
             case ast.Dict():
                 for key, value in zip(node.keys, node.values, strict=True):
                     if key is None:
-                        self._copy_items(made, self.values(value), value)
+                        self._copy_items([made], self.values(value), value)
                     else:
                         self._store_item(made, key, self.values(value), value)
             case ast.Tuple() | ast.List() | ast.Set():
@@ -181,10 +181,14 @@ class Evaluator:
         if isinstance(name, str) and name.isidentifier() and self.flow.matters(values):
             self.flow.store(owner, name, values, place)
 
-    def _copy_items(self, owner: ObjectRef, values: Values, place: ast.AST) -> None:
+    def _copy_items(self, owners: Iterable[ObjectRef], values: Values, place: ast.AST) -> None:
+        items: dict[str, Values] = {}
         for value in values:
-            for name, by in list(self.flow.stored(value).items()):
-                self.flow.store(owner, name, _union(map(frozenset, by.values())), place)
+            for name, by in self.flow.stored(value).items():
+                items[name] = items.get(name, NOTHING).union(*by.values())
+        for owner in owners if items else ():
+            for name, found in items.items():
+                self.flow.store(owner, name, found, place)
 
     def _of_name(self, node: ast.Name) -> Values:
         if isinstance(node.ctx, ast.Store):
@@ -417,12 +421,12 @@ class Evaluator:
             return receivers
         if name in ("append", "add", "extend", "insert", "update") and (given or call.keywords):
             added = self.values(given[-1]) if given else NOTHING
+            if name == "update":
+                self._copy_items(receivers, added, call)
             for one in receivers:
-                if name == "update":
-                    self._copy_items(one, added, call)
-                    for keyword in call.keywords:
-                        self._store_item(one, ast.Constant(keyword.arg), self.values(keyword.value), call)
-                else:
+                for keyword in call.keywords if name == "update" else ():
+                    self._store_item(one, ast.Constant(keyword.arg), self.values(keyword.value), call)
+                if name != "update":
                     self.flow.store(one, _ITEM, self._items(added, call) if name == "extend" else added, call)
             return NOTHING if name != "update" else None
         if name in ("get", "pop", "setdefault") and given:
@@ -438,7 +442,7 @@ class Evaluator:
             made = ObjectRef(call)
             for keyword in call.keywords:
                 self._store_item(made, ast.Constant(keyword.arg), self.values(keyword.value), call)
-            self._copy_items(made, self.values(given[0]) if given else NOTHING, call)
+            self._copy_items([made], self.values(given[0]) if given else NOTHING, call)
             return frozenset({made})
         if name == "super":
             own = self.context.enclosing_class(call)

@@ -6,6 +6,8 @@ import ast
 import contextlib
 import functools
 import itertools
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,6 +119,7 @@ def once(work: Callable[[Program], _T]) -> Callable[[Program], _T]:
 
 
 _SHORT = (_CLASS, "FSDP", "FSDP1")
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)\b( \.+ import)?([^\n]*)", re.MULTILINE)
 _MAX_HOPS = 6
 
 
@@ -133,6 +136,7 @@ class Program:
         self._files: dict[str, FileContext | SourceError] = {}
         self._modules: dict[tuple[str, str], FileContext | None] = {}
         self._inherited: dict[ast.ClassDef, frozenset[str]] = {}
+        self._paths = {Path(path): path for path in texts}  # `./a.py` is `a.py`
         self._by_tail: dict[tuple[str, ...], list[str]] = {}
         for path in texts:
             parts = Path(path).with_suffix("").parts
@@ -162,11 +166,25 @@ class Program:
             return self.file(path)
         return None
 
-    def files(self, concerns: Callable[[str], object]) -> Iterator[FileContext]:
-        """The files whose text concerns the caller, as far as they can be parsed."""
-        for path, text in self.texts.items():
-            if concerns(text) and (context := self.parsed(path)) is not None:
+    def files(self, concerns: Callable[[str], object], paths: Iterable[str] | None = None) -> Iterator[FileContext]:
+        """The files, of all or of these, whose text concerns the caller, as far as they can be parsed."""
+        for path in self.texts if paths is None else paths:
+            if concerns(self.texts[path]) and (context := self.parsed(path)) is not None:
                 yield context
+
+    def importers(self, *words: str) -> list[str]:
+        """The files that have one of these words in a line that imports; `.` stands for the package itself."""
+        found = set().union(*(self._importers.get(word, ()) for word in words))
+        return [path for path in self.texts if path in found]
+
+    @functools.cached_property
+    def _importers(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for path, text in self.texts.items():
+            for dots, line in _IMPORT.findall(text):
+                for word in [*re.findall(r"\w+", line), *(["."] if dots else [])]:
+                    found.setdefault(word, set()).add(path)
+        return found
 
     def is_fsdp(self, context: FileContext, node: ast.AST | None) -> bool:
         """Whether an expression may stand for FSDP1's class."""
@@ -227,7 +245,7 @@ class Program:
 
     def find_module(self, context: FileContext, module: str) -> FileContext | None:
         """The file of a module as imported in `context`: relative names exactly, absolute ones by their ending."""
-        key = context.path, module
+        key = os.path.dirname(context.path), module
         if key not in self._modules:
             self._modules[key] = self._find_module(context, module)
         return self._modules[key]
@@ -238,8 +256,7 @@ class Program:
             for _ in range(len(module) - len(module.lstrip("."))):
                 package = package.parent
             stem = package.joinpath(*module.strip(".").split("."))
-            known = {Path(path): path for path in self.texts}  # `./a.py` is `a.py`
-            paths = [known[path] for path in (Path(f"{stem}.py"), stem / "__init__.py") if path in known]
+            paths = [self._paths[one] for one in (Path(f"{stem}.py"), stem / "__init__.py") if one in self._paths]
             return self.parsed(paths[0]) if paths else None
         around = set(Path(context.path).parents)
         paths = self._by_tail.get(tuple(module.split(".")), [])

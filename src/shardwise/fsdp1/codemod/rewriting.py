@@ -94,10 +94,9 @@ def _has_one_line_end(text: str) -> bool:
 def imported_elsewhere(program: Program, context: FileContext) -> dict[str, str]:
     """The names that other files of the program take from a file, and where they do."""
     path = PurePath(context.path)
-    stem = re.escape(path.parent.name if path.stem == "__init__" else path.stem)
-    imports = re.compile(rf"^[ \t]*(from|import)\b[^\n]*\b{stem}\b|^[ \t]*from \.+ import", re.MULTILINE)
+    stem = path.parent.name if path.stem == "__init__" else path.stem
     found: dict[str, str] = {}
-    for other in program.files(imports.search):
+    for other in filter(None, map(program.parsed, program.importers(stem, "."))):
         for node in other.parents if other is not context else ():
             taken: list[tuple[str, str]] = []
             if isinstance(node, ast.ImportFrom):

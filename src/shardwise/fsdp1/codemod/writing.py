@@ -101,9 +101,8 @@ def _seeded_by_rank(context: FileContext, program: Program) -> str:
     """Where the program seeds torch by the rank, in a constructor's file or one that imports it; empty if nowhere."""
     if (found := _seeding_line(context)) is not None:
         return f"line {found}"
-    stem = re.escape(PurePath(context.path).stem)
-    imports = re.compile(rf"^[ \t]*(from|import)\b[^\n]*\b{stem}\b", re.MULTILINE)
-    for other in program.files(lambda text: "seed" in text and _RANK.search(text) and imports.search(text)):
+    importers = program.importers(PurePath(context.path).stem)
+    for other in program.files(lambda text: "seed" in text and _RANK.search(text), importers):
         if other is not context and (found := _seeding_line(other)) is not None:
             return f"{other.path}:{found}"
     return ""
