@@ -47,6 +47,26 @@ def test_gradients_equal_those_of_uncompiled_blocks(rank: int, backend: str, pol
     assert_same(step(model, rank), step(plain, rank))
 
 
+@pytest.mark.parametrize("when", ["before", "after", "in place"])
+@ranks(2)
+def test_a_model_compiled_as_a_whole_trains_as_uncompiled(rank: int, when: str) -> None:
+    torch.compiler.reset()
+    plain, model = sw.shard(build()), build()
+    called: nn.Module = model
+    if when == "before":
+        called = sw.shard(torch.compile(model, backend="aot_eager"))  # pyrefly: ignore
+    elif when == "after":
+        called = torch.compile(sw.shard(model), backend="aot_eager")  # pyrefly: ignore
+    else:
+        model.compile(backend="aot_eager")
+        sw.shard(model)
+    for one in (plain, called):
+        step(one, rank)
+    expected = step(plain, rank)
+    step(called, rank)
+    assert_same(full_gradients(model), expected)
+
+
 @ranks(2)
 def test_a_memory_budget_changes_no_gradient(rank: int) -> None:
     torch.compiler.reset()

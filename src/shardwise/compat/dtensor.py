@@ -168,6 +168,11 @@ _ANSWERS: dict[Any, Any] = {}
 """Our newest handler of each operator."""
 
 
+def replicates_implicitly() -> bool:
+    """Whether plain tensors count as replicated now: inside `implicit_replication()`."""
+    return DTensor._op_dispatcher._allow_implicit_replication
+
+
 def in_place_operators() -> list[Any]:
     """Every operator of torch's own that writes to a tensor in place."""
     names = [re.fullmatch(r"aten::([a-z]\w*_)(?:\.(\w+))?", name) for name in torch._C._dispatch_get_all_op_names()]

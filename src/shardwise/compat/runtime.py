@@ -104,17 +104,18 @@ def will_run(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
-def watch_backward(before: Callable[[Any, Any, bool, bool], bool], after: Callable[[], None]) -> None:
+def watch_backward(before: Callable[[Any, Any, bool, bool, bool], bool], after: Callable[[], None]) -> None:
     """Call `before` ahead of each backward of this process, and if it returns true, `after` in the end.
 
     `before` gets the outputs that the backward starts from, the tensors whose gradients alone are asked for (none: of
-    all leaves), whether its own graph is recorded (`create_graph`), and whether it accumulates into `.grad`.
+    all leaves), whether its own graph is recorded (`create_graph`), whether it accumulates into `.grad`, and whether
+    another backward may run over the same graph (`retain_graph`).
     """
     run = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run)
     def run_watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not before(outputs, args[3], bool(args[2]), kwargs.get("accumulate_grad", False)):
+        if not before(outputs, args[3], bool(args[2]), kwargs.get("accumulate_grad", False), bool(args[1])):
             return run(outputs, *args, **kwargs)
         try:
             return run(outputs, *args, **kwargs)

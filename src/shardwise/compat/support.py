@@ -56,7 +56,7 @@ NEEDED: dict[str, str] = {
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch._C._distributed_c10d:Store": "clone",
     "torch.distributed.tensor:DTensor": "_spec _local_tensor _op_dispatcher",
-    "torch.distributed.tensor._dispatch:OpDispatcher": "_custom_op_handlers",
+    "torch.distributed.tensor._dispatch:OpDispatcher": "_custom_op_handlers _allow_implicit_replication",
     "torch.distributed.tensor:Shard": "_split_tensor",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
     "torch.amp:GradScaler": "_unscale_grads_",

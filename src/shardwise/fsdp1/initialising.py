@@ -542,9 +542,6 @@ class UnitForwardHooks(ForwardHooks):
 
     def __init__(self, unit: Any) -> None:
         self.unit = unit
-        # A model that is compiled as a whole breaks its graph here, as it does at FSDP2's own hooks.
-        self._enter_call = torch.compiler.disable(self._enter_unit)
-        self._leave_call = torch.compiler.disable(self._leave_unit)
         super().__init__(unit, unit, Casts(None, None))
         watch_backward()
         for group in compat.groups_of(unit):
@@ -593,11 +590,11 @@ class UnitForwardHooks(ForwardHooks):
         if self.is_root and not compat.in_backward():
             recover(self.module)
 
-    def _enter_unit(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if self.unit.is_summoned else ForwardHooks._enter_call(self, module, args, kwargs)
+    def _enter_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self.unit.is_summoned else super()._enter_call(module, args, kwargs)
 
-    def _leave_unit(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self.unit.is_summoned else ForwardHooks._leave_call(self, module, args, output)
+    def _leave_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self.unit.is_summoned else super()._leave_call(module, args, output)
 
 
 def _fill_unused(group: Any) -> None:

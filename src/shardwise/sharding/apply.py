@@ -284,18 +284,19 @@ def _shard_group(
     )
     for member in members:
         # Of the instance: torch gives modules that others shard the same class. FSDP2 fails by an assertion.
-        member.__dict__["__deepcopy__"] = partial(_refuse_deepcopy, class_name(member))
+        member.__dict__["__deepcopy__"] = partial(_refuse_copy, "copy.deepcopy", class_name(member))
+        member.__dict__["__reduce_ex__"] = partial(_refuse_copy, "torch.save or pickle", class_name(member))
     if len({getattr(torch, p.dtype).is_complex for p in group.parameters if p.trainable}) > 1:
         compat.set_complex_apart(members[0])
 
 
-def _refuse_deepcopy(name: str, _: Any) -> None:
+def _refuse_copy(what: str, name: str, _: Any) -> None:
     raise ShardError(
-        f"copy.deepcopy of a sharded {name}",
+        f"{what} of a sharded {name}",
         where=name,
         why="its hooks and its process groups cannot be copied",
         fix="copy the model before sharding and shard both, or build another and load_state_dict(model.state_dict()); "
-        "for an average of weights, shardwise.EMA(model)",
+        "for an average of weights, shardwise.EMA(model); to save it, shardwise.save_weights(model, folder)",
     )
 
 

@@ -1,16 +1,20 @@
 """What is known of a sharded model: its plan and state, and how it recovers from an interrupted step."""
 
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.planning.plan import Plan
+from shardwise.sharding.inventory import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,27 @@ def on_recover(model: nn.Module, forget: Callable[[], None]) -> None:
 def sharded_roots() -> list[nn.Module]:
     """Every living root that shardwise sharded, in the order in which they were."""
     return list(_ROOTS)
+
+
+def users_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
+    """The last line outside torch and shardwise, of the stack unless other frames are given."""
+    frames = [
+        frame
+        for frame in (traceback.extract_stack() if frames is None else frames)
+        if not any(part in frame.filename for part in ("/torch/", "/shardwise/", "/safetensors/"))
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def described(tensors: Iterable[torch.Tensor]) -> str:
+    """A sharded tensor among `tensors`, by the name of the parameter whose memory it is, or by its shape."""
+    tensor = next(each for each in tensors if isinstance(each, DTensor))
+    memory = compat.storage_id(local_tensor(tensor))
+    for model in sharded_roots():
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor) and compat.storage_id(local_tensor(parameter)) == memory:
+                return f"the sharded parameter {name!r}"
+    return f"a sharded tensor of shape {list(tensor.shape)}"
 
 
 def recover(model: nn.Module) -> None:

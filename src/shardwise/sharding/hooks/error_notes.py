@@ -3,7 +3,6 @@
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from shardwise.explaining import explain
 from shardwise.planning.calls import is_within
 from shardwise.planning.tracing import innermost_module
 from shardwise.sharding.inventory import local_tensor
-from shardwise.sharding.registry import sharded_state
+from shardwise.sharding.registry import sharded_state, users_line
 from shardwise.sharding.repointing import optimizers_of
 from shardwise.units import format_bytes
 
@@ -106,7 +105,7 @@ def annotate(error: BaseException, model: nn.Module) -> None:
     module = innermost_module(error.__traceback__, model)
     if module is not None:
         rows.append(f"in {module or 'the root module'}{_group_of(model, module)}")
-    if caller := _users_line(error.__traceback__):
+    if caller := users_line(traceback.extract_tb(error.__traceback__)):
         rows.append(f"from {caller}")
     failure = explain(error).failure
     if failure is not None:
@@ -129,16 +128,6 @@ def _group_of(model: nn.Module, module: str) -> str:
     inside = [name for group in state.plan.groups for name in group.modules if is_within(module, name)]
     group = max(inside, key=len, default="")
     return f", of group {group or '(root)'}"
-
-
-def _users_line(trace: TracebackType | None) -> str:
-    """The last line outside torch and shardwise."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(trace)
-        if "/torch/" not in frame.filename and "/shardwise/" not in frame.filename
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _flat(text: str) -> str:

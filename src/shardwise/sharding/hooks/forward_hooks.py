@@ -134,8 +134,8 @@ class PartsForwardHooks:
         for group in compat.groups_of(self._first):
             compat.replace_post_backward_hook(group, lambda *given: self._current.register_post_backward(*given))
         for module in modules:
-            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._leave)
+            module.register_forward_pre_hook(torch.compiler.disable(self._enter), prepend=True, with_kwargs=True)
+            module.register_forward_hook(torch.compiler.disable(self._leave))
 
     def finish(self) -> None:
         """Free the group though not all its modules were called in this pass."""
@@ -249,9 +249,10 @@ class ForwardHooks:
 
     def add_module(self, module: nn.Module) -> None:
         """Make calling `module` an entry, also where it is a part of the model that is not a group."""
-        # Before the user's own hooks, and after them on the way out, as FSDP2's are.
-        module.register_forward_pre_hook(self._enter_call, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._leave_call, always_call=True)
+        # Before the user's own hooks, and after them on the way out, as FSDP2's are. A model compiled as a whole breaks
+        # its graph here, as it does at FSDP2's own.
+        module.register_forward_pre_hook(torch.compiler.disable(self._enter_call), prepend=True, with_kwargs=True)
+        module.register_forward_hook(torch.compiler.disable(self._leave_call), always_call=True)
 
     def add_method(self, owner: nn.Module, name: str) -> None:
         """Make `owner.name(...)` an entry too."""

@@ -59,8 +59,12 @@ class RecordedBackward:
     def __init__(self, calls: Iterable[GroupCall]) -> None:
         self.calls = list({call.module: call for call in calls if call.module() is not None}.values())
         self._groups = [g for call in self.calls if (m := call.module()) is not None for g in compat.groups_of(m)]
-        self._restore = compat.keep_unsharded(self._groups)
         self.since, self.until = compat.sequence_number(), -1
+        self.keep_unsharded()
+
+    def keep_unsharded(self) -> None:
+        """Until `reshard`; also where a second backward runs again, over a graph that was retained."""
+        self._restore = compat.keep_unsharded(self._groups)
 
     def close(self) -> None:
         """It has run: its nodes are known."""
@@ -88,7 +92,7 @@ class GraphCalls:
         self._roots: Sequence[Any] = ()
         self._is_followed = False
         self._recorded: list[RecordedBackward] = []
-        self._ends_recorded = False
+        self._ends_recorded = self._retains = False
 
     def enter(self, module: nn.Module) -> GroupCall | None:
         """Begin a call; None where it makes no nodes that a later backward could run."""
@@ -129,7 +133,7 @@ class GraphCalls:
             del self._open[self._open.index(call) :]
 
     def before_backward(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], create_graph: bool, accumulates: bool
+        self, outputs: Sequence[Any], inputs: Sequence[Any], create_graph: bool, accumulates: bool, retains: bool
     ) -> bool:
         """Look at a backward that is about to run from `outputs`; returns whether `after_backward` shall be called.
 
@@ -173,7 +177,9 @@ class GraphCalls:
                 )
             self._recorded.append(RecordedBackward(met))
         elif self._recorded and any(recorded.made(node) for node in self._nodes() for recorded in self._recorded):
-            self._ends_recorded = True
+            self._ends_recorded, self._retains = True, retains
+            for recorded in self._recorded:
+                recorded.keep_unsharded()
             calls = {call.module: call for recorded in self._recorded for call in recorded.calls}
             for node in filter(None, self._roots):
                 for call in calls.values():
@@ -188,7 +194,7 @@ class GraphCalls:
             if self._ends_recorded:
                 recorded.reshard()
         if self._ends_recorded:
-            self._recorded, self._ends_recorded = [], False
+            self._recorded, self._ends_recorded = self._recorded if self._retains else [], False
         for call in self.calls:
             call.is_pending = False
         del self.calls[:-_MOST_FINISHED_CALLS]
@@ -335,12 +341,12 @@ def watch_backward() -> None:
     ended: list[Callable[[], None]] = []
     is_followed = False
 
-    def before(outputs: Sequence[Any], inputs: Sequence[Any], create_graph: bool, accumulates: bool) -> bool:
+    def before(outputs: Sequence[Any], inputs: Sequence[Any], *flags: bool) -> bool:
         nonlocal is_followed
         if compat.in_backward():
             return False
         ended[:] = end_outside_use()
-        is_followed = graph_calls().before_backward(outputs, inputs, create_graph, accumulates)
+        is_followed = graph_calls().before_backward(outputs, inputs, *flags)
         return is_followed or bool(ended)
 
     def after() -> None:

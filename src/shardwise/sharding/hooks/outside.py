@@ -11,6 +11,7 @@ Some operators on DTensors torch refuses, or answers with what one rank holds; `
 
 import contextlib
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,10 +23,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
 from shardwise import compat
+from shardwise.errors import ShardError
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.hooks.parameter_writes import ShardUses, write_back
 from shardwise.sharding.hooks.shard_views import watch_views, write_whole
 from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
+from shardwise.sharding.registry import described, users_line
 
 
 class WholeValue(torch.autograd.Function):
@@ -196,6 +199,13 @@ def end_outside_use() -> list[Callable[[], None]]:
 _aten: Any = torch.ops.aten
 _DRAW_IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
 _DRAW_LIKE = (_aten.rand_like.default, _aten.randn_like.default)
+_OF_SEVERAL = (
+    _aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor,
+    _aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default, _aten.add.Tensor,
+    _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.lerp.Scalar, _aten.mm.default, _aten.bmm.default,
+    _aten.equal.default, _aten.maximum.default, _aten.minimum.default, _aten.where.self,
+)  # fmt: skip
+"""Operators on weights and averages of weights, in which plain tensors meet DTensors."""
 
 
 @functools.cache
@@ -208,7 +218,72 @@ def mend_operators() -> None:
     compat.answer_operator(_aten.eye.m_out, _eye)
     for operator in (*_DRAW_IN_PLACE, *_DRAW_LIKE):
         compat.answer_operator(operator, functools.partial(_draw, operator))
+    for operator in _OF_SEVERAL:
+        compat.answer_operator(operator, functools.partial(_meet_plain, operator))
     watch_views()
+    for name, method in (("data_ptr", _data_ptr), ("__format__", _format)):
+        setattr(DTensor, name, method)
+    for name in ("numpy", "tolist", "storage"):  # safetensors asks for the storage
+        setattr(DTensor, name, functools.partialmethod(_refuse_export, name))
+
+
+def _meet_plain(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    """A DTensor and a plain tensor, which torch refuses: each rank writes its part, or computes with whole values.
+
+    Ranks:
+        Collective where the result is plain.
+    """
+    first, *others = tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    is_written = operator._schema.is_mutable
+    is_plain = not isinstance(first, DTensor) and (is_written or first.ndim > 0)
+    if not is_plain and all(isinstance(each, DTensor) or each.ndim == 0 for each in others):
+        return plain()
+    if compat.replicates_implicitly() or compat.in_backward() or not any(type(each) is DTensor for each in tensors):
+        return plain()
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        raise ShardError(
+            f"{operator} of {described(tensors)} and a plain tensor",
+            where=users_line(),
+            why="the plain tensor may differ between the ranks, so that torch knows no gradient of this",
+            fix="compute it in the model's forward or between its forward and backward; where no gradient is wanted, "
+            "under torch.no_grad()",
+        )
+    if is_written and isinstance(first, DTensor):
+        mesh, whole = first.device_mesh, [Replicate()] * first.device_mesh.ndim
+
+        def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+            is_spread = isinstance(tensor, DTensor) or tensor.ndim == 0
+            return (
+                tensor if is_spread else DTensor.from_local(tensor.to(mesh.device_type), mesh, whole, run_check=False)
+            )
+    else:
+
+        def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+            return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+    return operator(*change_tensors(args, laid_out), **change_tensors(kwargs, laid_out))
+
+
+def _data_ptr(tensor: DTensor) -> int:
+    """Of this rank's part; torch returns 0 for every DTensor, by which it knows one, and all would count as tied."""
+    if sys._getframe(1).f_globals["__name__"].startswith("torch."):
+        return 0
+    local = local_tensor(tensor)  # if it is empty, its own address is 0
+    return local.data_ptr() or local.untyped_storage().data_ptr() or compat.storage_id(local)
+
+
+def _format(tensor: DTensor, spec: str) -> str:
+    return format(tensor.item() if spec and tensor.ndim == 0 else str(tensor), spec)
+
+
+def _refuse_export(tensor: DTensor, name: str, *_: Any, **__: Any) -> None:
+    raise ShardError(
+        f".{name}() of {described([tensor])}",
+        where=users_line(),
+        why="this rank holds a part of it, and gathering the rest needs all ranks",
+        fix="tensor.full_tensor() on all ranks first; shardwise.save_weights(model, folder) writes safetensors, and "
+        "shardwise.full_params(model) shows whole parameters",
+    )
 
 
 def _item(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
