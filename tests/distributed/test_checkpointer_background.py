@@ -122,7 +122,7 @@ def test_change_during_the_copy_fails_the_save_on_every_rank(rank: int, tmp_path
             if rank == 1:
                 with torch.no_grad():
                     run.model.embedding.weight.mul_(2)
-        with pytest.raises(CheckpointError, match="1 tensors were changed while they were being saved") as caught:
+        with pytest.raises(CheckpointError, match="1 tensors were modified while they were being saved") as caught:
             checkpointer.wait()
         assert "model.embedding.weight" in caught.value.where
         checkpointer.wait()  # an error is raised once
@@ -164,7 +164,7 @@ def test_killed_writer_fails_the_save_and_the_next_has_a_new_one(rank: int, tmp_
         os.kill(pid, signal.SIGSTOP)
         checkpointer.save(1, **run.parts)
         os.kill(pid, signal.SIGKILL if rank == 0 else signal.SIGCONT)
-        with pytest.raises(CheckpointError, match="the process that writes checkpoints died"):
+        with pytest.raises(CheckpointError, match="the background writer process died"):
             checkpointer.wait()
         assert checkpointer.latest() is None
         checkpointer.save(1, **run.parts)

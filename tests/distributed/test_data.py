@@ -82,7 +82,7 @@ def test_an_unfit_item_on_one_rank_stops_all_of_them(rank: int):
     config = DataConfig(source=source, shuffle=False)
     with open_some(config, batch_size=4, rank=rank, num_ranks=2) as loader:
         next_together(loader)
-        with pytest.raises(ConfigError, match="cannot be put together") as failure:
+        with pytest.raises(ConfigError, match="cannot be collated") as failure:
             next_together(loader)  # the short item is the second rank's
         assert failure.value.what.startswith("rank 1: ") == (rank == 0)
         assert loader.state_dict()["samples"] == (8 if rank == 0 else 4)

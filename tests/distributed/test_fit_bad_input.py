@@ -93,7 +93,7 @@ def test_all_problems_come_in_one_error(rank: int, tmp_path: Path):
     )
     error = refused(config)
     assert isinstance(error, ConfigError)
-    assert error.what == "4 problems keep this run from starting"
+    assert error.what == "4 problems in the settings of this run"
     for place in ("training.steps", "training.batch_size", "data.sequence_length", "checkpoint.resume"):
         assert f"{place}: " in error.where
     mesh_too = replace(config, mesh=MeshConfig(shard=3))

@@ -93,7 +93,7 @@ def test_divided_matrices_are_equal_to_one_process(rank: int, config: Float8Conf
     plan = sw.plan(narrow, sw.ShardConfig(float8=config), mesh=mesh)
     reasons = {each.fqn: each.reason for each in plan.float8 if not each.how}
     assert reasons["model.layers.0.mlp.up_proj"] == "64 x 24 does not divide by 16"
-    with pytest.raises(sw.PlanError, match=r"float8\.all_gather does not go with") as raised:
+    with pytest.raises(sw.PlanError, match=r"float8\.all_gather is not supported with") as raised:
         sw.plan(narrow, sw.ShardConfig(float8=Float8Config(recipe="tensorwise", all_gather=True)), mesh=mesh)
     assert "tensor axis" in str(raised.value)
 
@@ -204,7 +204,7 @@ def test_the_plan_says_which_layers_compute_in_float8_and_why_not():
     ("config", "capability", "message"),
     [
         (TENSORWISE, (8, 0), "no float8 matrix products"),
-        (Float8Config(recipe="rowwise", all_gather=True), (9, 0), "all_gather does not go"),
+        (Float8Config(recipe="rowwise", all_gather=True), (9, 0), "all_gather is not supported"),
         (Float8Config(recipe="tensorwise", skip=("*.nothing",)), (9, 0), "matches nothing"),
     ],
 )

@@ -123,7 +123,7 @@ def test_names_are_checked_on_every_rank(rank: int):
     by_hand(model, ["left", "right"])
     with pytest.raises(ShardError, match="there is no module `lefft` below the root"):
         guard(model, repair=["lefft"])
-    with pytest.raises(ShardError, match="ranks do not hold the same value of the modules to repair"):
+    with pytest.raises(ShardError, match="ranks have different values of the modules to repair"):
         guard(model, repair=["left"] if rank else ["right"])
 
 

@@ -122,9 +122,9 @@ def test_mesh_whose_axes_cannot_be_told_apart_is_refused(rank: int):
         data_parallel_mesh(init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
     with pytest.raises(PlanError, match="'fsdp' and 'dp_shard' are both for 'shard'"):
         data_parallel_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=("fsdp", "dp_shard")))
-    with pytest.raises(PlanError, match="no axis of the mesh shards: pipeline"):
+    with pytest.raises(PlanError, match="the mesh has no shard axis: pipeline"):
         data_parallel_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",)))
-    with pytest.raises(PlanError, match="the mesh axis 'sp' has 2 ranks, and the name has two meanings"):
+    with pytest.raises(PlanError, match="the mesh axis 'sp' has 2 ranks, and its name is ambiguous"):
         data_parallel_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "sp")))
 
 
@@ -188,7 +188,7 @@ def test_axis_along_which_weights_would_diverge_is_refused_on_every_rank(rank: i
         "fsdp1, one axis": lambda: FullyShardedDataParallel(net(), device_mesh=mesh[axis]),
     }
     for name, use in (unbuilt | uses).items():
-        expected = f"the mesh axis '.*' has 2 ranks|no axis of the mesh shards: {axis}|Sequential has no blocks"
+        expected = f"the mesh axis '.*' has 2 ranks|the mesh has no shard axis: {axis}|Sequential has no blocks"
         with pytest.raises(PlanError, match=expected) as failure:
             use()
         error = failure.value

@@ -76,7 +76,7 @@ def cases() -> dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], st
             *shard(lambda: moe(3, 2), expert=2),
             "has 3 experts, which 2 ranks cannot share",
         ),
-        "no experts": (*shard(llama, expert=2), "Llama has no experts to divide"),
+        "no experts": (*shard(llama, expert=2), "Llama has no experts to split"),
         "experts by a wrong name": (*shard(llama, sw.ShardConfig(expert=own), expert=2), r"\*\.nothing"),
         "fewer blocks than stages": (*stages(8, schedule="interleaved", stages_per_rank=4), "4 blocks for 8 stages"),
         "fewer micro-batches than stages": (*stages(microbatches=1), "1 micro-batch"),
@@ -85,15 +85,18 @@ def cases() -> dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], st
             *shard(narrow, sw.ShardConfig(float8=Float8Config(recipe="tensorwise")), shard=2),
             "no linear layer of Llama can compute in float8",
         ),
-        "rows gathered in float8": (*shard(llama, sw.ShardConfig(float8=rowwise), shard=2), "all_gather does not go"),
+        "rows gathered in float8": (
+            *shard(llama, sw.ShardConfig(float8=rowwise), shard=2),
+            "all_gather is not supported",
+        ),
         "a budget without a compiler": (
             *shard(llama, half, shard=2),
             "activations is 0.5, and blocks are not compiled",
         ),
         "an override of nothing": (*shard(llama, override, shard=2), r"\*\.nothing"),
         "adapters of nothing": (llama, lambda model: sw.add_lora(model, lora), "matches no layer"),
-        "NF4 asked to train": (with_packed(quantize_nf4), to_train, "asked to train"),
-        "packed weights asked to train": (with_packed(lambda _: Packed(BYTES)), to_train, "a Packed, is"),
+        "NF4 requires gradients": (with_packed(quantize_nf4), to_train, "requires gradients"),
+        "packed weights require gradients": (with_packed(lambda _: Packed(BYTES)), to_train, "a Packed, requires"),
     }
 
 

@@ -81,7 +81,7 @@ class WriterProcess:
         except OSError as error:
             ours.close()
             raise EnvironmentProblem(
-                "the process that writes checkpoints in the background does not start",
+                "the background writer process does not start",
                 where=sys.executable,
                 why=str(error),
                 fix="Checkpointer(..., asynchronous=False)",
@@ -115,10 +115,10 @@ class WriterProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             raise CheckpointError(
-                f"the process that writes checkpoints died (exit status {self._process.poll()})",
+                f"the background writer process died (exit status {self._process.poll()})",
                 where=f"process {self.pid}",
-                why="it was killed, perhaps because the machine ran out of memory",
-                fix="see the system's log; the next save starts a new one, and committed checkpoints are intact",
+                why="it was killed, possibly because the machine ran out of memory",
+                fix="check the system log; the next save starts a new process, and committed checkpoints are intact",
             ) from error
         if message[0] == "error" or failed is not None:
             raise failed or message[1]

@@ -139,7 +139,7 @@ def _with_stacked_experts(contents: Contents, parts: Mapping[str, Sequence[str]]
 
 def _does_not_make_up(name: str, contents: Contents, error: ValueError) -> CheckpointError:
     return CheckpointError(
-        f"what is stored does not make up {name}",
+        f"the stored tensors do not form {name}",
         where=str(contents.path),
         why=str(error),
         fix="check that the folder is complete and belongs to this architecture",

@@ -109,12 +109,12 @@ class LoadPlan:
             self._plan_random_numbers()
         if self._problems:
             raise CheckpointError(
-                f"the checkpoint does not fit this run: {len(self._problems)} problems",
+                f"the checkpoint does not match this run: {len(self._problems)} problems",
                 where="\n".join([str(contents.path), *listed(self._problems, _MAX_LINES)]),
                 why="everything that is stored of an object must find its place"
                 if strict
                 else "what is loaded must be there, and of the right shape",
-                fix="load the objects that were saved, or leave out of load() what should start from scratch"
+                fix="load the objects that were saved, or omit objects that should keep their initial state"
                 + ("; strict=False loads what fits" if strict else ""),
             )
 
@@ -227,7 +227,7 @@ class LoadPlan:
                         raise CheckpointError(
                             f"{first.name!r} and {copy.name!r} are stored with different values",
                             where=str(self.contents.path),
-                            why="in this model they are one tensor, so one of the two would be lost",
+                            why="in this model they are one tensor, so one of the values would be lost",
                             fix="untie them in the model's config, or choose one: rename={" + repr(other) + ": None}",
                         )
 
@@ -452,7 +452,7 @@ def load_run(
             raise CheckpointError(
                 f"the checkpoint cannot be loaded: {len(problems)} problems",
                 where="\n".join([str(contents.path), *listed(problems, _MAX_LINES)]),
-                why="every byte must be there before the first is written into the model",
+                why="every byte is validated before the model is modified",
                 fix="copy the checkpoint again, or load another one",
             )
 
@@ -498,8 +498,8 @@ def _refuse_other_weights(plan: LoadPlan, ranks: Ranks) -> None:
     digests = gather_objects(hashlib.sha256(described.encode()).hexdigest(), group=ranks)
     if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(
-            f"ranks {differing} find other weights, or have another model, than the first",
+            f"ranks {differing} find weights or have a model different from the first",
             where=str(plan.contents.path),
             why="all ranks load parts of the same tensors",
-            fix="put the same files on every machine, or pass broadcast=True to read those of the first",
+            fix="copy the same files to every machine, or pass broadcast=True to use those of the first",
         )

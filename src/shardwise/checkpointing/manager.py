@@ -62,8 +62,8 @@ class Retention:
             raise ConfigError(
                 ", ".join(wrong),
                 where="Checkpointer(...)",
-                why="the newest checkpoint is always kept, and numbers count checkpoints or steps",
-                fix="pass positive numbers, or None to leave a rule out",
+                why="the latest checkpoint is always kept; numbers count checkpoints or steps",
+                fix="pass positive numbers, or None to disable a rule",
             )
 
     def add(self, step: int, metric: float | None) -> None:
@@ -469,8 +469,8 @@ class Checkpointer:
             raise CheckpointError(
                 f"{', '.join(short)} changed after it was written",
                 where=str(folder),
-                why="a file of the newest checkpoint does not have the size it had",
-                fix="see who else writes there; older checkpoints were kept",
+                why="the size of a file of the latest checkpoint changed",
+                fix="find the other writer; older checkpoints were kept",
             )
         self._retention.retire({step: self.path(step) for step in sharded.committed_steps(self.folder)}, newest)
 
@@ -479,8 +479,8 @@ class Checkpointer:
             raise CheckpointError("the Checkpointer is closed", where=str(self.folder), fix="make a new one")
         if self._channel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
-                f"the Checkpointer knows of one rank, and there are {dist.get_world_size()}",
+                f"the Checkpointer was created for one rank, and there are {dist.get_world_size()}",
                 where=str(self.folder),
-                why="it was made before the process group, and every rank would save as if it were alone",
-                fix="make it after init_distributed() or init_process_group()",
+                why="it was created before the process group, so every rank would save separately",
+                fix="create it after init_distributed() or init_process_group()",
             )

@@ -83,8 +83,8 @@ def with_our_names(contents: Contents) -> Contents:
             raise CheckpointError(
                 f"{name} would be called {new}, which is taken",
                 where=str(contents.path),
-                why="names lose what wrappers put into them, and two of them are then the same",
-                fix="save the models or optimizers in dictionaries of their own",
+                why="wrapper prefixes are removed from names, and two names become equal",
+                fix="save the models or optimizers in separate dictionaries",
             )
         structure[new] = renamed
         if name in contents.tensors:
@@ -381,7 +381,7 @@ class Matched:
             fix = 'map the names with rename={"old.prefix": "new.prefix"}, or pass strict=False to load what fits'
         total = len(report.loaded) + len(report.missing) + len(report.mismatched)
         raise CheckpointError(
-            f"the weights do not fit the model of {total} tensors: {what}",
+            f"the weights do not match the model of {total} tensors: {what}",
             where="\n".join([str(contents.path), *describe_problems(missing, unexpected, report.mismatched)]),
             why="every tensor of the model is loaded exactly once" if strict else "shapes are never adapted",
             fix=fix,

@@ -103,7 +103,7 @@ def write_part(target: torch.Tensor, spec: ChunkSpec, part: ChunkSpec, source: t
         raise CheckpointError(
             f"{part} cannot be read into a {type(target).__name__} of shape {list(target.shape)}",
             where=type(target).__name__,
-            why="its rows are packed as wholes, and the checkpoint stores parts of rows",
+            why="its rows are packed, and the checkpoint stores parts of rows",
             fix="convert the checkpoint first: convert_checkpoint(path, folder, format='safetensors')",
         )
     place.copy_(source)

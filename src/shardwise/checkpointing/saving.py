@@ -52,7 +52,7 @@ def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
                     f"{dtype} {list(shape)} on another",
                     where=held.name,
                     why="ranks hold parts of one tensor under one name",
-                    fix="build the same model on every rank; name the models where ranks have different ones",
+                    fix="build the same model on every rank; give different models different names",
                 )
             holders.setdefault((held.name, held.spec), []).append((rank, index))
     chosen: list[list[int]] = [[] for _ in tables]
@@ -179,8 +179,8 @@ def _staged_tensors(name: str, tensor: torch.Tensor, *, unchanged_until_step: bo
         raise CheckpointError(
             f"a {type(local).__name__} of {local.dtype}, {str(local.layout).removeprefix('torch.')} cannot be stored",
             where=name,
-            why="a checkpoint holds tensors as plain bytes: dense, of a dtype that files know",
-            fix="leave it out, or store what it is made of in a state_dict() of your own",
+            why="a checkpoint stores dense tensors of supported dtypes",
+            fix="omit it, or store its components in a state_dict()",
         )
     if isinstance(tensor, DTensor) and tensor.numel():
         kind, chunks = "sharded", [(spec, plain_values(memory)) for spec, memory in local_chunks(tensor)]
@@ -328,7 +328,7 @@ class Saver:
             raise CheckpointError(
                 f"ranks save different steps: {steps}",
                 where="Checkpointer.save(step)",
-                why="a checkpoint is of one step of the whole run",
+                why="a checkpoint belongs to one step on all ranks",
                 fix="call save with the same step on every rank",
             )
         chunks = [staged for staged in staged_tensors if staged.kind == "sharded"]

@@ -167,10 +167,10 @@ class AsyncCopy:
                 self._later, self._pending = [], []  # let go of the run's tensors
         if names := self._changed:
             raise CheckpointError(
-                f"{len(names)} tensors were changed while they were being saved",
+                f"{len(names)} tensors were modified while they were being saved",
                 where=", ".join(names[:5]) + (", …" if len(names) > 5 else ""),
                 why="a save in the background copies parameters and optimizer states until the next optimizer step; "
-                "the copy may now be half old, half new, so it was dropped",
+                "the copy may be inconsistent, so it was dropped",
                 fix="save after the change, or call shardwise.checkpointing.staging.wait_for_copies() before it, "
                 "or Checkpointer(..., asynchronous=False)",
             )

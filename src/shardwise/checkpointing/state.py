@@ -58,9 +58,9 @@ class FlatState:
         name = dotted(path)
         if name in self.paths:
             raise CheckpointError(
-                "two things have the same name in the checkpoint",
+                "two values have the same name in the checkpoint",
                 where=name,
-                why="keys are joined by dots, and a key with a dot reads like two",
+                why="keys are joined by dots, and a key with a dot is ambiguous",
                 fix="rename one of them in the object's state_dict()",
             )
         self.paths[name] = path
@@ -206,7 +206,7 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
             f"the optimizer keeps state under a key that is not one of its parameters: {type(strange[0]).__name__}",
             where=where,
             why="such state cannot be stored by parameter name",
-            fix="save the rest of its state as an object of its own: save(..., name=object_with_state_dict)",
+            fix="save the rest of its state as a separate object: save(..., name=object_with_state_dict)",
         )
     place = {key: index for index, key in enumerate(names)}
     ordered = [
@@ -339,8 +339,8 @@ def refuse_unusable(model: nn.Module) -> None:
         raise CheckpointError(
             f"this {type(model).__name__} holds corrupt values",
             where=model.__dict__[_ATTRIBUTE][0],
-            why="a checkpoint turned out corrupt after part of it had been written into the model",
-            fix="load a good checkpoint into it; verify='before' proves a checkpoint before it touches the model",
+            why="a checkpoint was found to be corrupt after the model was partly loaded",
+            fix="load a good checkpoint into it; verify='before' verifies a checkpoint before it modifies the model",
         )
 
 

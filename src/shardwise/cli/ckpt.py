@@ -1,4 +1,4 @@
-"""`shardwise ckpt`: look into, check, convert and compare checkpoints of any format. No torch until it runs."""
+"""`shardwise ckpt`: inspect, verify, convert and compare checkpoints of any format. No torch until it runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 ckpt = typer.Typer(
-    help="Look into, check, convert and compare checkpoints of any format.",
+    help="Inspect, verify, convert and compare checkpoints of any format.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 
 class Target(enum.StrEnum):
-    """What `convert` writes."""
+    """Output format of `convert`."""
 
     DCP = "dcp"
     FULL = "full"
@@ -50,7 +50,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Say what is in a checkpoint: names, shapes, dtypes, bytes, step, ranks, and what is plainly wrong."""
+    """Show the contents of a checkpoint: names, shapes, dtypes, bytes, step, ranks, and obvious errors."""
     from shardwise.checkpointing.inspecting import inspect_checkpoint
 
     found = inspect_checkpoint(path, model=_load(model))
@@ -62,7 +62,7 @@ def inspect(
 
 @ckpt.command()
 def verify(path: PathArgument, format: FormatOption = Format.TEXT) -> None:
-    """Read a checkpoint through: checksums, coverage, truncation. Exit status 1 when something is wrong."""
+    """Verify a checkpoint: checksums, coverage, truncation. Exit status 1 if it has errors."""
     from shardwise.checkpointing.inspecting import verify_checkpoint
 
     with drawn_progress(in_bytes=True, wanted=format is Format.TEXT) as progress:
@@ -80,19 +80,22 @@ def verify(path: PathArgument, format: FormatOption = Format.TEXT) -> None:
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A new folder; a file for full; a URL for dcp.")],
-    to: Annotated[Target, typer.Option("--to", help="What to write.")] = Target.DCP,
+    to: Annotated[Target, typer.Option("--to", help="Output format.")] = Target.DCP,
     dtype: Annotated[
-        str | None, typer.Option(help="What floating-point weights become, as in bfloat16; default: as they are.")
+        str | None, typer.Option(help="Dtype of floating-point weights, as in bfloat16; default: unchanged.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of one safetensors file, as in 5GB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of one safetensors file, as in 5GB.")] = "5GB",
     model: ModelOption = None,
     config: Annotated[
-        Path | None, typer.Option(help="Where config.json and the tokenizer are, for safetensors; else beside SRC.")
+        Path | None,
+        typer.Option(help="Folder of config.json and the tokenizer, for safetensors; default: SRC's folder."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights or a file that are there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace existing weights or an existing file.")
+    ] = False,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Convert a checkpoint to another format, a bounded part at a time."""
+    """Convert a checkpoint to another format with bounded memory."""
     from shardwise.checkpointing.convert import convert_checkpoint
     from shardwise.units import format_bytes, parse_bytes
 
@@ -125,11 +128,11 @@ def convert(
 @ckpt.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another, of the same format or not.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint of any format.")],
     model: ModelOption = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Compare two checkpoints: names, shapes, largest difference. Exit status 1 when they differ."""
+    """Compare two checkpoints: names, shapes, largest difference. Exit status 1 if they differ."""
     from shardwise.checkpointing.inspecting import diff_checkpoints
 
     with drawn_progress(in_bytes=True, wanted=format is Format.TEXT) as progress:
@@ -139,7 +142,7 @@ def diff(
 
 
 def _load(name: str | None) -> nn.Module | None:
-    """The model on the meta device, or none."""
+    """Load the model on the meta device, or return None."""
     if name is None:
         return None
     from shardwise.cli.running import add_to_path

@@ -1,4 +1,4 @@
-"""`shardwise doctor`: is this environment fit to train in? No torch until it runs."""
+"""`shardwise doctor`: check the environment. No torch until it runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 def doctor(
     ranks: Annotated[
-        int | None, typer.Option(min=0, help="Ranks for the test of collectives; 0 leaves it out.")
+        int | None, typer.Option(min=0, help="Number of ranks that test collectives; 0 skips the test.")
     ] = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Look at torch, GPUs, launcher, limits and disk, and run real collectives between local ranks.
+    """Check torch, GPUs, launcher, limits and disk, and run real collectives between local ranks.
 
     Exit status 0: nothing wrong; 1: findings; 3: the collectives failed.
     """

@@ -1,4 +1,4 @@
-"""`shardwise explain`: what a rule, an error code, or an error in a log means. No torch."""
+"""`shardwise explain`: explain a rule, an error code, or an error in a log. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def explain(
     ] = "-",
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Say what a rule or an error means: cause, fix, and the torch versions that have it.
+    """Explain a rule or an error: cause, fix, and affected torch versions.
 
     A log may hold the lines of many ranks: the first failure is explained, not what followed from it.
     """
@@ -46,7 +46,7 @@ def explain(
 
 
 def _explain_dumps(folder: Path, format: Format) -> None:
-    """What the flight recorders of a run that hung have kept."""
+    """Explain the flight recorder dumps of a run that hung."""
     import dataclasses
 
     from shardwise.diagnosing.hangs import explain_hang

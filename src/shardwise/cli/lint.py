@@ -1,4 +1,4 @@
-"""`shardwise lint`: FSDP2 mistakes that can be seen in the code. No torch."""
+"""`shardwise lint`: find FSDP2 mistakes in source code. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SourceFormat(enum.StrEnum):
-    """How findings in source files are printed."""
+    """Output format of findings in source files."""
 
     TEXT = "text"
     JSON = "json"
@@ -26,15 +26,13 @@ class SourceFormat(enum.StrEnum):
 def lint(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders, or - for standard input.")],
     select: Annotated[
-        list[str] | None, typer.Option(metavar="CODES", help="Look for these only, as in SW201,SW22.")
+        list[str] | None, typer.Option(metavar="CODES", help="Codes or prefixes to report, as in SW201,SW22.")
     ] = None,
-    ignore: Annotated[list[str] | None, typer.Option(metavar="CODES", help="Leave these out.")] = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Apply the fixes that are safe.")] = False,
-    unsafe_fixes: Annotated[
-        bool, typer.Option("--unsafe-fixes", help="Apply the fixes that are not safe, too.")
-    ] = False,
-    preview: Annotated[bool, typer.Option("--preview", help="Run new rules too.")] = False,
-    format: Annotated[SourceFormat, typer.Option("--format", help="How to print the findings.")] = SourceFormat.TEXT,
+    ignore: Annotated[list[str] | None, typer.Option(metavar="CODES", help="Codes or prefixes to ignore.")] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Apply safe fixes.")] = False,
+    unsafe_fixes: Annotated[bool, typer.Option("--unsafe-fixes", help="Also apply unsafe fixes.")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="Also run preview rules.")] = False,
+    format: Annotated[SourceFormat, typer.Option("--format", help="Output format.")] = SourceFormat.TEXT,
 ) -> None:
     """Find FSDP2 mistakes in source code, without running it."""
     from shardwise.linting.lint import lint_files, settings_for

@@ -24,7 +24,7 @@ EXIT_BUG = 70
 
 app = typer.Typer(
     name="shardwise",
-    help="PyTorch FSDP2 made right: shard a model, train it, checkpoint it, move from FSDP1, know why.",
+    help="Shard, train, checkpoint and debug PyTorch models with FSDP2, and migrate from FSDP1.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # errors are ours to print, in `main`
@@ -56,7 +56,7 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command and exit: 0 fine, 1 findings, 2 wrong input, 3 environment, 70 a bug of ours."""
+    """Run a command and exit: 0 success, 1 findings, 2 wrong input, 3 environment, 70 internal error."""
     try:
         app(arguments)  # exits by itself, also for wrong options and Ctrl-C
     except ShardwiseError as error:

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class TargetName(enum.StrEnum):
-    """What the rewritten code is written in."""
+    """API of the rewritten code."""
 
     TORCH = "torch"
     SHARDWISE = "shardwise"
 
 
 def migrate(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders, read as one program.")],
-    write: Annotated[bool, typer.Option("--write", help="Change the files instead of showing the difference.")] = False,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders, analyzed as one program.")],
+    write: Annotated[bool, typer.Option("--write", help="Change the files instead of printing a diff.")] = False,
     target: Annotated[
-        TargetName, typer.Option(help="Write plain torch (fully_shard) or shardwise (sw.shard).")
+        TargetName, typer.Option(help="Emit plain torch (fully_shard) or shardwise (sw.shard).")
     ] = TargetName.TORCH,
     verify: Annotated[
         str | None,
@@ -38,9 +38,9 @@ def migrate(
             "Exit status 1, and nothing is written, where they differ by more than 0.1%.",
         ),
     ] = None,
-    format: Annotated[SourceFormat, typer.Option("--format", help="How to print the result.")] = SourceFormat.TEXT,
+    format: Annotated[SourceFormat, typer.Option("--format", help="Output format.")] = SourceFormat.TEXT,
 ) -> None:
-    """Rewrite FSDP1 code to FSDP2, and say what a person must decide."""
+    """Rewrite FSDP1 code to FSDP2, and report code that needs a decision."""
     from shardwise.fsdp1.codemod.migrate import migrate as run
     from shardwise.fsdp1.codemod.migrate import write_migration
     from shardwise.fsdp1.codemod.verifying import verify_migration

@@ -1,4 +1,4 @@
-"""Options that commands share, spelled once. No torch."""
+"""Options shared by commands. No torch."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class Format(enum.StrEnum):
-    """How results are printed."""
+    """Output format of results."""
 
     TEXT = "text"
     JSON = "json"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="How to print the result.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Change one setting; may be given several times."),
 ]
 NprocOption = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Local ranks to start; default: one a GPU, or two on CPU."),
+    typer.Option("--nproc", min=1, help="Number of local ranks; default: one per GPU, or two on CPU."),
 ]
 RunArgument = Annotated[
-    Path | None, typer.Argument(metavar="RUN.yaml", help="The run file; without one, the built-in default.")
+    Path | None, typer.Argument(metavar="RUN.yaml", help="The run file; default: the built-in run.")
 ]
 ModelArgument = Annotated[
     str,
@@ -44,12 +44,12 @@ ModelArgument = Annotated[
 
 
 def show(result: Any, format: Format) -> None:
-    """Print a result: its `to_dict()` for machines, else its text."""
+    """Print a result: `to_dict()` as JSON, or its text."""
     typer.echo(json.dumps(result.to_dict(), default=str) if format is Format.JSON else str(result))
 
 
 def drawn_progress(*, in_bytes: bool = False, wanted: bool = True) -> AbstractContextManager[Progress | None]:
-    """A context that draws progress on stderr; of None where it is not wanted, as when a machine reads the output."""
+    """Context manager that draws progress on stderr; yields None without progress, as with JSON output."""
     from rich.console import Console
 
     from shardwise.report.terminal import progress_on
@@ -58,5 +58,5 @@ def drawn_progress(*, in_bytes: bool = False, wanted: bool = True) -> AbstractCo
 
 
 def status_of(findings: Sequence[Finding]) -> int:
-    """The exit status: 1 where there is more than notes."""
+    """Return the exit status: 1 if there are findings other than notes."""
     return 1 if any(finding.severity != "note" for finding in findings) else 0

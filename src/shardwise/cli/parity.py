@@ -1,4 +1,4 @@
-"""`shardwise parity`: does the sharded model train like one process? No torch until it runs."""
+"""`shardwise parity`: compare sharded training with a single process. No torch until it runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ROWS, _LENGTH = 2, 16  # sequences of each rank, and tokens of each: enough to 
 def parity(
     model: ModelArgument,
     nproc: NprocOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 3,
     batch: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:CALLABLE", help="Makes a batch from rank, step and seed; else one is invented."),
+        typer.Option(metavar="MODULE:CALLABLE", help="Returns a batch for rank, step and seed; default: random."),
     ] = None,
     settings: SetOption = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Train a model sharded and in one process, and name the first thing that differs.
+    """Train a model sharded and in one process, and report the first difference.
 
     It runs the model, not a training script: on the loss that the model returns, else the mean of squares.
     A `module:callable` is built as it stands, reference models and Hugging Face configs on the meta device.

@@ -1,4 +1,4 @@
-"""`shardwise plan`: how a model will be sharded, and why. No torch until it runs."""
+"""`shardwise plan`: print the sharding plan of a model. No torch until it runs."""
 
 from __future__ import annotations
 
@@ -34,22 +34,20 @@ def plan(
     settings: SetOption = None,
     nproc: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Number of ranks to plan for, on this machine's device; default: those `train` would start."
-        ),
+        typer.Option(min=1, help="Number of ranks to plan for, on this machine's device; default: as for `train`."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks to plan for, each with a GPU; none is needed here.")
+        int | None, typer.Option(min=1, help="Number of ranks to plan for, with one GPU each; needs no GPU.")
     ] = None,
     explain: Annotated[
         str | None,
         typer.Option(
-            metavar="GROUP", help="Print everything about one group, named as in the plan, or by a module or parameter."
+            metavar="GROUP", help="Print the details of a group, given by its name or by a module or parameter."
         ),
     ] = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Show how a model will be sharded, and why, before anything is started.
+    """Show how a model will be sharded, and why, without starting ranks.
 
     The model is built on the meta device: no weights are read and the ranks need not exist.
 
@@ -88,7 +86,7 @@ def plan(
 
 
 def _mesh(mesh: MeshConfig, nproc: int | None, gpus: int | None) -> MeshConfig:
-    """The mesh of the run, with all its sizes."""
+    """Return the mesh of the run, with all its sizes."""
     from shardwise.cli.running import number_of_ranks
 
     if nproc is not None and gpus is not None:
@@ -130,7 +128,7 @@ def _build(config: RunConfig) -> nn.Module:
 
 
 def _find(made: Plan, name: str) -> Group:
-    """The group of this name, or the only one with this module, parameter, or modules and parameters below it."""
+    """Return the group of this name, or the only one with this module, parameter, or descendants of it."""
     wanted = name.partition("+")[0]  # of a group of several modules, the first
     known = [(group, {group.name, *group.modules, *_parameters(group)}) for group in made.groups]
     exact = [group for group, names in known if wanted in names]

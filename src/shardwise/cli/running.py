@@ -1,4 +1,4 @@
-"""Run a function on ranks: those of the launcher that started this process, or new local ones."""
+"""Run a function on the launcher's ranks, or on new local ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def user_code() -> Iterator[None]:
 
 
 def add_to_path(folder: str | Path, *, first: bool = True) -> None:
-    """Let a `module:callable` be found in a folder, before installed packages or after them."""
+    """Add a folder to `sys.path` for `module:callable`, before or after installed packages."""
     if str(folder) not in sys.path:
         sys.path.insert(0 if first else len(sys.path), str(folder))
 
@@ -80,7 +80,7 @@ def _call(target: str, args: Sequence[object], launch: Launch) -> Any:
 
 
 def number_of_ranks(wanted: int | None = None) -> int:
-    """The ranks that `run_on_ranks` would use: the launcher's, those that are wanted, one a GPU, or two."""
+    """Return the number of ranks of `run_on_ranks`: the launcher's, the requested, one per GPU, or two."""
     import torch
 
     launch = read_launch()

@@ -1,4 +1,4 @@
-"""shardwise skill: install the agent skill where coding agents look, or print it."""
+"""`shardwise skill`: install or print the skill for coding agents."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _DIGESTS = ".shardwise"  # digests of the files as installed: tells a copy of an
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkillCopy:
-    """The copy at one place, compared with what shardwise ships."""
+    """State of an installed copy, compared with the shipped skill."""
 
     path: Path
     state: str
-    """`absent`, `current`, `outdated` (an unchanged copy of another version) or `changed`."""
+    """`absent`, `current`, `outdated` (an unmodified copy of another version) or `changed`."""
     changed: tuple[str, ...] = ()
-    """Files that were changed since they were installed."""
+    """Files that were modified after installation."""
     stale: tuple[str, ...] = ()
-    """Unchanged files of another version that this one no longer has."""
+    """Unmodified files of another version that this version lacks."""
 
 
 def skill_files(folder: Path | None = None) -> dict[str, bytes]:
-    """Contents by relative path of a skill's pages, by default of the one that ships with shardwise."""
+    """Return the contents of a skill's pages by relative path; default: the shipped skill."""
     folder = folder or page_folder(f"skills/{SKILL}")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.md"))}
 
 
 def inspect_copy(folder: Path) -> SkillCopy:
-    """Compare the copy in a folder of skills with what shardwise ships."""
+    """Compare the copy in a folder of skills with the shipped skill."""
     path = folder / SKILL
     new, found = skill_files(), skill_files(path)
     installed = set((path / _DIGESTS).read_text().split()) if (path / _DIGESTS).is_file() else set()
@@ -58,7 +58,7 @@ def inspect_copy(folder: Path) -> SkillCopy:
 
 
 def install_skill(folders: Iterable[Path], *, force: bool = False) -> list[SkillCopy]:
-    """Put the skill into folders of skills, beside the user's files, unless it was changed; what was there before."""
+    """Install the skill into folders of skills unless a copy was modified; return the previous states."""
     before = [inspect_copy(folder) for folder in folders]
     changed = [str(copy.path / name) for copy in before for name in copy.changed]
     if changed and not force:
@@ -84,7 +84,7 @@ def _digest(data: bytes) -> str:
 
 
 skill = typer.Typer(
-    help="Show the skill that teaches a coding agent to use FSDP2, or install it where agents look.",
+    help="Show or install the skill that teaches coding agents to use FSDP2.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -94,14 +94,14 @@ skill = typer.Typer(
 def install(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="DIR", help="A folder of skills; default: those of the agents used in this project."),
+        typer.Argument(metavar="DIR", help="Folder of skills; default: those of the agents used in this project."),
     ] = None,
     home: Annotated[bool, typer.Option("--home", help="Install for all projects, in the home folder.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that were changed.")] = False,
-    listing: Annotated[bool, typer.Option("--list", help="List the standard places; install nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite modified files.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the standard folders; install nothing.")] = False,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Copy the skill where coding agents look for skills.
+    """Install the skill for coding agents.
 
     An unchanged copy of another version is replaced. A changed one is an error unless --force is given.
     """
@@ -122,7 +122,9 @@ def install(
 
 @skill.command()
 def show(
-    topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="A reference; default: the main page.")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(metavar="TOPIC", help="Reference page; default: the main page.")
+    ] = None,
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Print the skill's main page, or one of its references."""

@@ -1,4 +1,4 @@
-"""`shardwise train`: train a model on local ranks or a launcher's, or go on with a run. No torch until it runs."""
+"""`shardwise train`: train a model on local ranks or a launcher's, or resume a run. No torch until it runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def train(
     settings: SetOption = None,
     nproc: NprocOption = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print every setting as YAML, with reasons, and stop.")
+        bool, typer.Option("--print-config", help="Print every setting as YAML with reasons, and exit.")
     ] = False,
     format: FormatOption = Format.TEXT,
 ) -> None:
-    """Shard a model and train it; without a run file, a small Llama on this machine's Python sources."""
+    """Shard and train a model; without a run file, a small Llama on Python's standard library."""
     from shardwise.cli.running import add_to_path, number_of_ranks, user_code
     from shardwise.config.load import load
     from shardwise.config.run import RunConfig

@@ -1,4 +1,4 @@
-"""Every setting of a training run, as frozen dataclasses: what `shardwise train RUN.yaml` reads. No torch, no I/O."""
+"""Settings of a training run, `shardwise train RUN.yaml`, as frozen dataclasses. No torch, no I/O."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -21,12 +21,12 @@ NonNegativeFloat = Annotated[float, Ge(0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(Strict):
-    """The training data, and how it becomes sequences of tokens."""
+    """Training data and tokenization."""
 
     source: str | tuple[str, ...] = "python"
-    """`python` (this Python's own standard library), files, globs or folders, or `module:callable`."""
+    """`python` (the standard library of this Python), files, globs or folders, or `module:callable`."""
     format: Literal["auto", "text", "jsonl", "tokens", "dataset", "callable"] = "auto"
-    """`auto` goes by the name: .jsonl, .bin (tokens), a folder written by `datasets`, else text."""
+    """`auto`: by the name: .jsonl, .bin (tokens), a folder written by `datasets`, else text."""
     evaluation: str | tuple[str, ...] | None = None
     """Held-out data, read like `source`. None: see `evaluation_fraction`."""
     evaluation_fraction: Fraction = 0.0
@@ -41,11 +41,11 @@ class DataConfig(Strict):
     """Mask attention between documents of one sequence. False: no mask, as in much pretraining, which is faster on
     GPUs."""
     text_field: str = "text"
-    """Field of a JSON line or dataset row that holds plain text."""
+    """Field of a JSON line or dataset row with plain text."""
     prompt_field: str = "prompt"
-    """Field that holds a prompt, which is excluded from the loss."""
+    """Field with a prompt, which is excluded from the loss."""
     response_field: str = "response"
-    """Field that holds the response to the prompt."""
+    """Field with the response to the prompt."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Dtype of the tokens in .bin files."""
     shuffle: bool = True
@@ -67,7 +67,7 @@ class OptimizerConfig(Strict):
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices; vectors (norms, biases) and embeddings are not decayed."""
     decay_everything: bool = False
-    """Apply weight decay to vectors and embeddings too."""
+    """Also apply weight decay to vectors and embeddings."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Coefficients of AdamW's running averages."""
     eps: NonNegativeFloat = 1e-8
@@ -79,7 +79,7 @@ class OptimizerConfig(Strict):
     muon_learning_rate: NonNegativeFloat = 0.02
     """Peak learning rate of the matrices that Muon updates."""
     fused: Literal["auto"] | bool = "auto"
-    """Use the fused optimizer kernel; `auto`: where the device has one."""
+    """Use the fused optimizer kernel; `auto`: if the device supports it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,30 +105,30 @@ class TrainingConfig(Strict):
     batch_size: PositiveInt = 16
     """Number of sequences per optimizer step over all ranks; independent of the number of ranks."""
     micro_batch_size: PositiveInt | None = None
-    """Number of sequences that a rank runs at once; None: all of its part of the batch, halved on all ranks until the
-    first steps fit into memory. To find that out, the first three steps run once more, without communication."""
+    """Number of sequences per micro-batch of a rank; None: its whole part of the batch, halved on all ranks until the
+    first steps fit in memory. For that the first three steps are tried without communication."""
     accumulation: Literal["comm", "memory", "hsdp"] = "comm"
-    """When the gradients of micro-batches are communicated; see `accumulate`."""
+    """Gradient accumulation mode; see `accumulate`."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip gradients to this norm; 0: no clipping."""
     objective: str = "auto"
-    """`auto`: next token where batches have labels, else the loss that the model returns; or `module:callable`,
-    called with model and batch, which returns the loss summed over the tokens and their number."""
+    """`auto`: next-token loss if batches have labels, else the loss returned by the model; or `module:callable`,
+    called with model and batch, which returns the loss summed over the tokens and the number of tokens."""
     ema_decay: UnitFloat | None = None
-    """Decay of a moving average of the weights, which is evaluated in their place; None: no average."""
+    """Decay of a moving average of the weights, which is used for evaluation; None: no average."""
     evaluate_every: PositiveInt | None = None
     """Number of steps between evaluations; None: only at the end, if there is held-out data."""
     evaluation_batches: PositiveInt | None = None
     """Maximum number of held-out batches per evaluation; None: all."""
     on_bad_loss: Literal["stop", "skip", "rewind"] = "stop"
-    """Action when a loss or gradient is NaN or infinite: stop, skip the step, or return to the last checkpoint and skip
+    """Action for a NaN or infinite loss or gradient: stop, skip the step, or return to the last checkpoint and skip
     the batch."""
     max_bad_steps: NonNegativeInt = 10
-    """Maximum number of such steps in a run; one more stops it, whatever `on_bad_loss` is."""
+    """Maximum number of such steps in a run; one more stops it, for any `on_bad_loss`."""
     max_restarts: NonNegativeInt = 3
-    """Maximum number of times that local ranks are restarted from the last checkpoint after one of them died."""
+    """Maximum number of restarts from the last checkpoint after a local rank died."""
     stop_signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGUSR1")
-    """Signals on which the run saves a checkpoint and exits with status 4; a second SIGINT ends it at once."""
+    """Signals on which the run saves a checkpoint and exits with status 4; a second SIGINT ends it immediately."""
     sample: str | None = "def "
     """Prompt to generate a sample from after training; null: no sample."""
     sample_tokens: NonNegativeInt = 200
@@ -145,7 +145,7 @@ class CheckpointConfig(Strict):
     """`sharded`: each rank writes its shards, in the background. `full`: one file of unsharded tensors, written by
     rank 0. `dcp`: the same as `sharded`, which torch's Distributed Checkpoint reads; older folders resume."""
     resume: Literal["auto", "never"] | str = "auto"
-    """`auto`: the newest checkpoint in the run's folder, if there is one; `never`; or the path of a checkpoint."""
+    """`auto`: the latest checkpoint in the run's folder, if any; `never`; or the path of a checkpoint."""
     keep_last: PositiveInt | None = 2
     """Number of most recent checkpoints to keep; None: all."""
     keep_every: PositiveInt | None = None
@@ -155,7 +155,7 @@ class CheckpointConfig(Strict):
     asynchronous: bool = True
     """Write in the background; `full` blocks training."""
     export: bool = False
-    """At the end, also write the weights as safetensors, in a folder that transformers can open."""
+    """At the end, also write the weights as safetensors, in a folder that transformers can load."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,9 +165,9 @@ class MetricsConfig(Strict):
     every: PositiveInt = 1
     """Number of steps between records."""
     tensorboard: bool = False
-    """Write TensorBoard events too."""
+    """Also write TensorBoard events."""
     wandb: str | None = None
-    """Send records to this project of Weights & Biases too."""
+    """Also send records to this project of Weights & Biases."""
     peak_flops: float | None = None
     """Peak FLOP/s of one device, for MFU; None: known GPUs by name, no MFU elsewhere."""
     profile_step: int | None = None
@@ -183,17 +183,17 @@ class RunConfig(Strict):
     model: str = "llama3-bytes"
     """A reference model, a local Hugging Face folder or config, or `module:callable`."""
     model_options: dict[str, Any] = field(default_factory=dict)
-    """Changes to a reference model's shape, as in `{num_layers: 8}`; arguments of a `module:callable`."""
+    """Overrides of a reference model's shape, as in `{num_layers: 8}`; arguments of a `module:callable`."""
     weights: str = "auto"
     """Initial weights: a file or folder; `auto`: those in the model's folder; `none`: random initialisation."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters and leave the model's own weights frozen (`add_lora`); None: train all weights."""
+    """Train low-rank adapters and freeze the model's weights (`add_lora`); None: train all weights."""
     data: DataConfig = field(default_factory=DataConfig)
     """The training data."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """How ranks are laid out."""
+    """The device mesh."""
     shard: ShardConfig = field(default_factory=ShardConfig)
-    """How the model is sharded."""
+    """Settings of sharding."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -1,4 +1,4 @@
-"""How a model is sharded and ranks are laid out, as frozen dataclasses. No torch, no I/O."""
+"""Settings of sharding and of the device mesh, as frozen dataclasses. No torch, no I/O."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError, PlanError
 
 
 class Strict:
-    """Settings of which a mistyped name is an error, when `config.load` reads them."""
+    """Base of settings; `config.load` rejects unknown names."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -28,27 +28,27 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 ROOT_PATTERN = "(root)"  # what a plan calls the root's own group
 
 AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
-"""What a mesh axis can be for, outermost first."""
+"""Meanings of mesh axes, outermost first."""
 BATCH_AXES = ("replicate", "shard", "expert")
-"""Ranks along these have batches of their own; along the others they share one."""
+"""Ranks along these have different batches; along the others they share one."""
 GRADIENT_AXES = (*BATCH_AXES, "context")
 """Gradients of dense parameters are averaged over these."""
 SHARD_AXES = ("shard", "expert", "context")
-"""Dense parameters are sharded over these, as one axis."""
+"""Dense parameters are sharded over these, flattened."""
 EXPERT_SHARD_AXES = ("shard", "context")
-"""Parameters of experts, which the expert axis has divided already, are sharded over these, as one axis."""
+"""Expert parameters, already split over the expert axis, are sharded over these, flattened."""
 SYNONYMS = {
     "pp": "pipeline", "dp_replicate": "replicate", "replica": "replicate", "dp_shard": "shard", "fsdp": "shard",
     "dp_shard_cp": "shard", "dp_cp": "shard", "ep": "expert", "cp": "context", "tp": "tensor",
 }  # fmt: skip
-"""Names that other code gives to mesh axes."""
+"""Other common names of mesh axes."""
 KNOWN_AXES = frozenset([*AXES, *SYNONYMS, "dp", "ddp", "data"])
 
 
 def axis_meanings(names: Sequence[str]) -> dict[str, str]:
-    """What each axis of a mesh is for, by its name.
+    """Return the meaning of each mesh axis by its name.
 
-    Names that are neither in `AXES` nor in `SYNONYMS` (`dp`, `data`) are read as `fully_shard` reads a mesh: the last
+    Names that are neither in `AXES` nor in `SYNONYMS` (`dp`, `data`) follow the convention of `fully_shard`: the last
     one shards, one before it replicates.
     """
     known = {name: SYNONYMS.get(name, name) for name in names if name in AXES or name in SYNONYMS}
@@ -66,9 +66,9 @@ def axis_meanings(names: Sequence[str]) -> dict[str, str]:
     meanings = {name: known.get(name) or guessed[name] for name in names}
     if twice := [name for name, meaning in meanings.items() if list(meanings.values()).count(meaning) > 1]:
         raise PlanError(
-            f"the mesh axes {' and '.join(map(repr, twice))} are both for {meanings[twice[0]]!r}",
+            f"the mesh axes {' and '.join(map(repr, twice))} both mean {meanings[twice[0]]!r}",
             where=f"mesh axes {', '.join(names)}",
-            why="each axis of a mesh divides something else",
+            why="each mesh axis needs a different meaning",
             fix=f"name the axes {', '.join(AXES)}, as init_distributed(MeshConfig(...)) does",
         )
     return meanings
@@ -76,7 +76,7 @@ def axis_meanings(names: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig(Strict):
-    """How ranks are laid out. Their number is the product of the axes."""
+    """Sizes of the mesh axes. Their product is the number of ranks."""
 
     shard: PositiveInt | None = None
     """Number of ranks that share one copy of the parameters; None: all remaining ranks."""
@@ -87,12 +87,12 @@ class MeshConfig(Strict):
     tensor: PositiveInt = 1
     """Number of ranks that share each matrix product (tensor parallelism). They get the same batch."""
     expert: PositiveInt = 1
-    """Number of ranks that share the experts of each layer (expert parallelism); dense parameters are sharded over
-    them too."""
+    """Number of ranks that share the experts of each layer (expert parallelism); dense parameters are also sharded
+    over them."""
     pipeline: PositiveInt = 1
-    """Number of stages that the layers are divided into (pipeline parallelism)."""
+    """Number of pipeline stages of the layers (pipeline parallelism)."""
     device: Literal["auto", "cpu", "cuda", "xpu", "hpu", "mtia", "npu"] = "auto"
-    """Device of the shards; `auto` takes the accelerator when there is one."""
+    """Device of the shards; `auto`: the accelerator if available, else the CPU."""
 
     @property
     def num_ranks(self) -> int:
@@ -132,11 +132,11 @@ class PrecisionConfig(Strict):
     """Dtypes in which a group is unsharded, computed and reduced. Storage is the model's own dtype."""
 
     param_dtype: Literal["auto", "storage"] | DtypeName = "auto"
-    """Dtype of unsharded parameters. `auto`: bfloat16 on GPUs that have it, float16 on older ones,
-    storage on CPU. `storage`: as the model holds them."""
+    """Dtype of unsharded parameters. `auto`: bfloat16 on GPUs that support it, float16 on older ones,
+    storage on CPU. `storage`: the model's dtype."""
     reduce_dtype: Literal["auto", "storage"] | DtypeName = "auto"
     """Dtype of the gradient reduction. `auto` is float32 (float64 for float64 models). `storage`: the dtype
-    of the gradients, which is 16 bits where parameters are stored or unsharded in 16 bits."""
+    of the gradients, which is 16 bits if parameters are stored or unsharded in 16 bits."""
     output_dtype: DtypeName | None = None
     """Dtype that a group's floating-point outputs are cast to; None: no cast."""
     cast_inputs: bool = True
@@ -152,7 +152,7 @@ class PrefetchConfig(Strict):
     backward: NonNegativeInt = 0
     """Number of groups all-gathered ahead of the running one in backward."""
     early_root: bool = False
-    """Unshard the root's parameters when `optimizer.step()` ends instead of when `model(...)` starts."""
+    """Unshard the root's parameters at the end of `optimizer.step()` instead of the start of `model(...)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,10 +160,9 @@ class GroupOverride(Strict):
     """Settings for the modules that a pattern matches; None keeps the setting."""
 
     pattern: str
-    """Module FQN with `*`, or a class name: `*.router`, `model.norm`, `LlamaRMSNorm`. `(root)` is the root's own group,
-    without those inside it."""
+    """Module FQN with `*`, or a class name: `*.router`, `model.norm`, `LlamaRMSNorm`. `(root)` is the root group."""
     param_dtype: Literal["storage"] | DtypeName | None = None
-    """As in `precision.param_dtype`. A module inside a group becomes a group of its own."""
+    """As in `precision.param_dtype`. A module inside a group becomes a separate group."""
     reduce_dtype: DtypeName | None = None
     """As in `precision.reduce_dtype`."""
     output_dtype: DtypeName | None = None
@@ -182,50 +181,49 @@ class GroupOverride(Strict):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorConfig(Strict):
-    """How modules are divided over the `tensor` axis of the mesh."""
+    """Settings of tensor parallelism, over the `tensor` axis of the mesh."""
 
     plan: Mapping[str, str] = field(default_factory=dict)
-    """Module FQN pattern to style, as in `"*.q_proj": "colwise"`; the last match wins. Modules that no pattern matches
-    are left to the automatic plan. Styles: `colwise`, `rowwise`, `colwise_gather_output`, `rowwise_split_input`,
-    `embedding`, `replicate`, `sequence`, `experts`, `off`."""
+    """Module FQN pattern to style, as in `"*.q_proj": "colwise"`; the last match wins. Other modules follow the
+    automatic plan. Styles: `colwise`, `rowwise`, `colwise_gather_output`, `rowwise_split_input`, `embedding`,
+    `replicate`, `sequence`, `experts`, `off`."""
     sequence: Literal["auto"] | bool = "auto"
-    """Sequence parallelism: norms and residuals hold a part of each sequence. `auto`: where the plan of the model has
-    it."""
+    """Sequence parallelism: norms and residuals work on a part of each sequence. `auto`: if the model's plan has it."""
     loss_parallel: Literal["auto"] | bool = "auto"
-    """Keep logits divided over the vocabulary up to the loss. `auto`: where the loss is computed in the model."""
+    """Keep logits sharded over the vocabulary up to the loss. `auto`: if the model computes the loss."""
     verify: bool = True
-    """Compare the first forward with one in which layers hand each other whole tensors."""
+    """Compare the first forward with one on full tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertConfig(Strict):
-    """How experts are divided over the `expert` axis of the mesh."""
+    """Settings of expert parallelism, over the `expert` axis of the mesh."""
 
     modules: tuple[str, ...] = ()
-    """Patterns of the modules that hold experts; empty: all that are recognised."""
+    """Patterns of modules of experts; empty: all that are recognized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextConfig(Strict):
-    """How sequences are divided over the `context` axis of the mesh."""
+    """Settings of context parallelism, over the `context` axis of the mesh."""
 
     method: Literal["all_gather"] = "all_gather"
-    """How attention sees the keys and values of other ranks."""
+    """Exchange of keys and values between ranks."""
     balanced: bool = True
-    """Give each rank an early and a late part of the sequence, so that causal attention costs each the same."""
+    """Give each rank an early and a late chunk of the sequence, to balance causal attention."""
     verify: bool = True
     """Compare a short prefix with and without context parallelism at the first forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig(Strict):
-    """How the stages of the `pipeline` axis of the mesh take turns."""
+    """Settings of pipeline parallelism, over the `pipeline` axis of the mesh."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
-    """Order of forwards and backwards. `1f1b` keeps the activations of as many micro-batches as there are stages,
-    `gpipe` of all of them; `interleaved` is `1f1b` with several stages on each rank, which wait less for each other."""
+    """Pipeline schedule. `1f1b` saves the activations of one micro-batch per stage, `gpipe` of all micro-batches;
+    `interleaved` is `1f1b` with several stages per rank and a smaller pipeline bubble."""
     microbatches: PositiveInt | None = None
-    """Number of parts that a batch is divided into; None: twice the number of stages."""
+    """Number of micro-batches per batch; None: twice the number of stages."""
     stages_per_rank: PositiveInt = 1
     """Number of stages on each rank; more than one needs `interleaved`."""
 
@@ -235,16 +233,16 @@ class Float8Config(Strict):
     """Matrix products in float8 (torchao)."""
 
     recipe: Literal["off", "tensorwise", "rowwise"] = "off"
-    """One scale a tensor, or one a row."""
+    """One scale per tensor, or one per row."""
     all_gather: Literal["auto"] | bool = "auto"
     """All-gather parameters in float8."""
     skip: tuple[str, ...] = ()
-    """Patterns of modules to leave as they are."""
+    """Patterns of modules to exclude."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig(Strict):
-    """Low-rank adapters beside the linear layers of a model, which is frozen: see `add_lora`."""
+    """Low-rank adapters for the linear layers of a frozen model; see `add_lora`."""
 
     rank: PositiveInt = 16
     """Rank of the adapters."""
@@ -258,23 +256,23 @@ class LoraConfig(Strict):
     dtype: DtypeName = "float32"
     """Dtype in which the adapters are stored and trained."""
     quantize: Literal["none", "nf4"] = "none"
-    """`nf4` (QLoRA): store the weights of the blocks' linear layers in 4 bits an element."""
+    """`nf4` (QLoRA): store the weights of the blocks' linear layers in 4 bits per element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardConfig(Strict):
-    """How a model is sharded. The default decides everything; the plan gives the reasons."""
+    """Settings of sharding. By default everything is automatic; the plan gives the reasons."""
 
     group_by: Literal["auto", "children", "attribute", "root"] = "auto"
-    """Where groups come from when no class, pattern, size or predicate is given: `auto` finds repeated
-    blocks and big leaves, `children` takes the root's direct children, `attribute` modules marked with
-    `_fsdp_wrap`, `root` makes a single group (rarely useful)."""
+    """Grouping without a class, pattern, size or predicate: `auto` finds repeated blocks and large
+    leaves, `children` uses the root's direct children, `attribute` modules marked with `_fsdp_wrap`,
+    `root` a single group (rarely useful)."""
     block_classes: tuple[str, ...] = ()
     """Class names whose instances are groups."""
     block_patterns: tuple[str, ...] = ()
     """Module FQN patterns (`model.layers.*`) that are groups. `*` stays within one name, `**` spans dots."""
     min_group_params: int | None = None
-    """Make a group of each smallest module with at least this many parameters."""
+    """Group the smallest modules with at least this number of parameters."""
     wrap_if: Callable[..., Any] | None = None
     """`wrap_if(module)` or `wrap_if(fqn, module)`: truthy makes it a group. Python only, not YAML."""
     ignored: tuple[str, ...] = ()
@@ -284,38 +282,38 @@ class ShardConfig(Strict):
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Dtypes of every group unless overridden."""
     reshard_after_forward: bool | int | None = None
-    """Reshard parameters after forward. None: yes, except in the root. An int: keep them sharded over that many ranks
-    until backward; all ranks of the axis are the same as True, except in the root."""
+    """Reshard parameters after forward. None: yes, except in the root. An int: reshard to that number of ranks until
+    backward; the size of the axis equals True, except in the root."""
     offload: bool = False
     """Keep shards, gradients and optimizer state in CPU memory."""
     pin_memory: bool | None = None
-    """Pin offloaded shards; None pins when there is an accelerator to copy to."""
+    """Pin offloaded shards; None: if there is an accelerator."""
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     """Explicit prefetching."""
     overrides: tuple[GroupOverride, ...] = ()
     """Per-pattern settings; the last match wins."""
     activations: Literal["auto", "keep", "full", "selective", "offload", "every_n", "regions"] | UnitFloat = "auto"
-    """What `checkpoint_activations` recomputes in backward instead of keeping; `keep` recomputes nothing. `auto` is
-    `keep`; in `shardwise train` on GPUs it becomes `selective`, then `offload`, then `full`, while a single sequence
-    does not fit. A number is a memory budget: the part of its activations that a compiled block keeps."""
+    """Activation checkpointing, see `checkpoint_activations`; `keep` recomputes nothing. `auto` is `keep`; in
+    `shardwise train` on GPUs it becomes `selective`, `offload` or `full` if a single sequence does not fit. A number is
+    a memory budget: the fraction of activations that a compiled block saves."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile each repeated block, as `compile_blocks` does. `auto`: in `shardwise train` on GPUs, nowhere else."""
+    """Compile each repeated block, as `compile_blocks` does. `auto`: only in `shardwise train` on GPUs."""
     shard_dim: Literal["auto", "first"] = "auto"
-    """`auto` takes dim 0 unless another dimension wastes less padding; `first` is always dim 0."""
+    """`auto`: dim 0 unless another dimension needs less padding; `first`: always dim 0."""
     mixed_storage: Literal["split", "upcast"] = "split"
-    """What to do with trainable parameters of several dtypes in one group: split it, or upcast to the widest."""
+    """Trainable parameters of several dtypes in one group: split the group, or upcast to the widest dtype."""
     allow_16bit_storage: bool = False
     """Silence the warning about trainable parameters stored in 16 bits."""
     unused_parameters: Literal["auto", "reduce", "skip"] = "auto"
-    """Parameters without a gradient on some rank: `reduce` sends zeros so that ranks stay in lockstep, `skip` skips
-    them (torch's behaviour), `auto` reduces where the model's code can leave one out."""
+    """Parameters without a gradient on some rank: `reduce` reduces zeros, `skip` skips them (torch's default), `auto`
+    reduces if the model's code may skip parameters."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
-    """Tensor and sequence parallelism, where the mesh has a `tensor` axis."""
+    """Tensor and sequence parallelism, if the mesh has a `tensor` axis."""
     expert: ExpertConfig = field(default_factory=ExpertConfig)
-    """Expert parallelism, where the mesh has an `expert` axis."""
+    """Expert parallelism, if the mesh has an `expert` axis."""
     context: ContextConfig = field(default_factory=ContextConfig)
-    """Context parallelism, where the mesh has a `context` axis."""
+    """Context parallelism, if the mesh has a `context` axis."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    """Pipeline parallelism, where the mesh has a `pipeline` axis."""
+    """Pipeline parallelism, if the mesh has a `pipeline` axis."""
     float8: Float8Config = field(default_factory=Float8Config)
     """Matrix products in float8."""

@@ -463,6 +463,6 @@ def refuse_errors(findings: Sequence[Finding]) -> None:
         raise ShardError(
             f"{errors[0].message}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""),
             where="; ".join(f"{finding.code} {finding.where}" for finding in errors[:8]),
-            why="this would fail at the first step, or train wrongly without a word",
+            why="this would fail at the first step, or silently train wrongly",
             fix=errors[0].fix,
         )

@@ -160,8 +160,8 @@ def _measure(count: int, rank: int, num_ranks: int, device: str) -> list[Measure
             raise EnvironmentProblem(
                 f"{name} returned {result.tolist()[:8]} where {right[:8]} is right",
                 where=f"{dist.get_backend()} on {device}",
-                why="the communication library, the driver or the network mixes up data",
-                fix="update them; with NCCL try NCCL_P2P_DISABLE=1 to find the culprit",
+                why="the communication library, the driver or the network corrupts data",
+                fix="update them; with NCCL try NCCL_P2P_DISABLE=1 to find the cause",
             )
         usual = sorted(seconds[1:])[_REPEATS // 2]
         rows.append(Measured(collective=name, num_bytes=whole.nbytes, seconds=usual))

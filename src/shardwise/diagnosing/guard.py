@@ -63,7 +63,7 @@ def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> 
             raise ShardError(
                 f"there is no module `{name}` below the root",
                 where="guard(model, repair=...)",
-                why="each name is that of a module that ranks may skip, as in model.named_modules()",
+                why="each name is a module that ranks may skip, as in model.named_modules()",
                 fix=f"one of {', '.join(sorted(known)[:8])}, ...",
             )
     done: set[int] = model.__dict__.setdefault(_REPAIRED, set())
@@ -180,7 +180,7 @@ def guard(
         raise ShardError(
             "the model is not sharded",
             where="guard(model)",
-            why="there are no groups whose collectives could be watched",
+            why="there are no groups whose collectives could be compared",
             fix="call it after shardwise.shard(model), or fully_shard",
         )
     if repair is not None:

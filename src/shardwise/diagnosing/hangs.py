@@ -79,9 +79,9 @@ def explain_hang(folder: str | Path) -> list[Hang]:
     dumps = {int(match["rank"]): path for path in sorted(folder.iterdir()) if (match := _DUMP.match(path.name))}
     if not dumps:
         raise ConfigError(
-            "no dumps of a flight recorder are here",
+            "there are no flight recorder dumps",
             where=str(folder),
-            why="they are called like nccl_trace_rank_0, one a rank",
+            why="they have names like nccl_trace_rank_0, one per rank",
             fix="start the run with TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1 and "
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE=FOLDER/rank_",
         )

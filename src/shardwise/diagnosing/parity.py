@@ -128,7 +128,7 @@ def loss_of_output(output: Any) -> Tensor:
     squares = [tensor.float().square().mean() for tensor in real if tensor.is_floating_point()]
     if not squares:
         raise ConfigError(
-            f"the model returned {type(output).__name__}, in which there is no floating-point tensor",
+            f"the model returned {type(output).__name__}, which contains no floating-point tensor",
             where="parity(loss=None)",
             why="the default loss is the output's own loss, or the mean of squares of its tensors",
             fix="pass loss=lambda output, batch: ...",
@@ -465,7 +465,9 @@ def parity(
         Collective. Each rank holds the whole model once more, for the one process.
     """
     if steps < 1:
-        raise ConfigError(f"steps is {steps}", where="parity(steps=...)", why="nothing runs", fix="steps=1 or more")
+        raise ConfigError(
+            f"steps is {steps}", where="parity(steps=...)", why="at least one step must run", fix="steps=1 or more"
+        )
     make_batch, loss_of = bind_batch(make_batch), bind_loss(loss)
     mesh, config = mesh or default_mesh(), config or ShardConfig()
     ranks, rank = data_parallel_mesh(mesh), data_parallel_rank(mesh)
@@ -499,7 +501,7 @@ def _sharded(
             raise ConfigError(
                 f"make_batch returns a {type(batch).__name__}",
                 where="parity(make_batch=...)",
-                why="sequences are divided over the context axis, and rows over the stages of a pipeline, by name",
+                why="sequences are split over the context axis, and rows over pipeline stages, by name",
                 fix="return a dict of the model's keyword arguments",
             )
         return batch if context is None else split_sequences(batch, mesh=mesh, balanced=config.context.balanced)
@@ -555,10 +557,10 @@ def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.
     weights = [_checksums(model) for model in built]
     if weights[0] != weights[1]:
         raise ConfigError(
-            "build_model makes different weights each time",
+            "build_model returns different weights each time",
             where="parity(build_model=...)",
             why="only torch's, Python's and NumPy's generators are seeded before each call",
-            fix="draw weights from torch's generator, or load the same ones in both calls",
+            fix="initialize weights with torch's generator, or load the same ones in both calls",
         )
     agree_on(weights[0], "the weights that build_model makes")
     return _materialized(built[0], seed), built[1]

@@ -74,7 +74,7 @@ class Channel:
             raise self._kind(
                 "the ranks cannot reach each other",
                 where=str(error).splitlines()[0][:200],
-                why="a rank has ended, or was killed, before all ranks had finished this call",
+                why="a rank ended or was killed before all ranks finished this call",
                 fix="see the first error of the other ranks",
             ) from error
         return [
@@ -165,7 +165,7 @@ def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> No
     theirs = values[differing[0]].splitlines()
     lines = difflib.unified_diff(values[0].splitlines(), theirs, "rank 0", f"rank {differing[0]}", lineterm="", n=1)
     raise ShardError(
-        f"ranks do not hold the same value of {what}",
+        f"ranks have different values of {what}",
         where=f"ranks {differing} differ from rank 0",
         why="\n".join(listed(list(lines), _MAX_DIFF_LINES)),
         fix=fix or "build the model and the config from the same code, files and seeds on every rank",
@@ -219,7 +219,7 @@ def as_shardwise_error(error: BaseException, kind: type[ShardwiseError] = ShardE
         return error
     return kind(
         f"{type(error).__name__}: {error}",
-        why="a step that every rank must finish failed on one of them",
+        why="an operation of all ranks failed on one of them",
         fix="see the traceback of the rank that raised it",
     )
 

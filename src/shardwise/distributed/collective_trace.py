@@ -511,7 +511,7 @@ def open_traces(
         raise ShardError(
             f"rank {failed[0][0]} cannot open the shared trace of its machine: {failed[0][1]}",
             where=shared_folder(),
-            why="ranks of one machine share a file in memory; containers of one host may have memory of their own",
+            why="ranks of one machine share a file in memory; containers of one host may not share memory",
             fix="guard(model, machine=...) with another name in each container; or free the memory",
         )
     traces[rank].open()

@@ -133,8 +133,8 @@ def _number(env: Mapping[str, str], name: str, *, default: int | None = None) ->
         raise EnvironmentProblem(
             f"{name} is {'not set' if value is None else repr(value)}",
             where="environment of this process",
-            why="a launcher sets RANK, WORLD_SIZE and their companions together, as numbers",
-            fix="start the script with torchrun, or unset all of them to run a single process",
+            why="a launcher sets RANK, WORLD_SIZE and related variables, as numbers",
+            fix="start the script with torchrun, or unset all of them for a single process",
         )
     return int(value)
 

@@ -174,9 +174,9 @@ def lost_peer(error: BaseException, launch: Launch) -> EnvironmentProblem:
     return EnvironmentProblem(
         f"rank {launch.rank} lost another rank: {first_line}",
         where=f"rank {launch.rank} of {launch.world_size}",
-        why="a rank has died, or its machine cannot be reached any more; the others cannot go on without it",
-        fix="see which rank ended first in the launcher's output; start the same command again to go on from the last "
-        "checkpoint (torchrun --max-restarts does so by itself)",
+        why="a rank died, or its machine cannot be reached; the others cannot continue",
+        fix="find the first failed rank in the launcher's output; run the same command again to resume from the last "
+        "checkpoint (torchrun --max-restarts does so automatically)",
     )
 
 
@@ -188,8 +188,8 @@ def _death(rank: int, code: int) -> Cause:
     error = EnvironmentProblem(
         f"rank {rank} {how}",
         where=f"rank {rank}",
-        why="it did not end by a Python error; SIGKILL mostly means that memory ran out",
-        fix="read its last output; start fewer ranks or a smaller model to see whether memory is the cause",
+        why="it did not end by a Python error; SIGKILL usually means out of memory",
+        fix="read its last output; try fewer ranks or a smaller model if memory may be the cause",
     )
     return Cause(rank=rank, how=how, error=error, may_pass=True)
 

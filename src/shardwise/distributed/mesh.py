@@ -35,13 +35,13 @@ def axis_names(mesh: DeviceMesh) -> dict[str, str]:
         raise PlanError(
             f"the {mesh.ndim}-D mesh has no axis names",
             where="mesh",
-            why="the name of an axis says what it is for",
+            why="the axis names determine their meaning",
             fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard")), or init_distributed(MeshConfig(...))',
         )
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
     if odd := [name for name in ("sp", "sequence") if sizes.get(name, 1) > 1]:
         raise PlanError(
-            f"the mesh axis {odd[0]!r} has {sizes[odd[0]]} ranks, and the name has two meanings",
+            f"the mesh axis {odd[0]!r} has {sizes[odd[0]]} ranks, and its name is ambiguous",
             where=f"mesh axes {', '.join(sizes)}",
             why="sequence parallelism divides norms over the tensor axis; long sequences are divided over the context "
             "axis: on the wrong one weights would diverge without an error",
@@ -51,10 +51,10 @@ def axis_names(mesh: DeviceMesh) -> dict[str, str]:
     kept = {meaning: name for name, meaning in meanings.items() if sizes[name] > 1 or meaning in ("replicate", "shard")}
     if "shard" not in kept:
         raise PlanError(
-            f"no axis of the mesh shards: {', '.join(sizes)}",
+            f"the mesh has no shard axis: {', '.join(sizes)}",
             where=f"mesh axes {', '.join(sizes)}",
-            why="parameters are sharded over the axis 'shard', of one rank at least",
-            fix="pass the whole mesh, or make it by init_distributed(MeshConfig(shard=..., tensor=...))",
+            why="parameters are sharded over the axis 'shard', which needs at least one rank",
+            fix="pass the full mesh, or create it with init_distributed(MeshConfig(shard=..., tensor=...))",
         )
     return kept
 
@@ -281,7 +281,7 @@ def _device_asked_for(config: MeshConfig) -> str:
         raise EnvironmentProblem(
             f"mesh.device is {config.device}, but this process sees " + ("no accelerator" if found == "cpu" else found),
             where="mesh.device",
-            why="shards live on the device that is asked for, on every rank",
+            why="every rank stores its shards on this device",
             fix=f"set mesh.device = {found}, or check the driver and the torch build for {config.device}",
         )
     return config.device
@@ -300,8 +300,8 @@ def _device_of_group(config: MeshConfig) -> str:
         raise EnvironmentProblem(
             f"mesh.device is {device_type}, but the process group was made for {', '.join(usable)}",
             where="mesh.device",
-            why="a process group that exists already is used as it is",
-            fix=f'init_process_group("{_backends(device_type)}"), or let init_distributed make the group',
+            why="an existing process group is used unchanged",
+            fix=f'init_process_group("{_backends(device_type)}"), or let init_distributed create the group',
         )
     return device_type
 
@@ -346,7 +346,7 @@ def _device_index(launch: Launch, num_devices: int) -> int:
     raise EnvironmentProblem(
         f"local rank {launch.local_rank} has no device: {num_devices} are visible",
         where=f"rank {launch.rank}",
-        why="each rank of a machine drives one device of its own",
+        why="each rank of a machine uses its own device",
         fix=f"start {num_devices} ranks on this machine, or set mesh.device = cpu",
     )
 

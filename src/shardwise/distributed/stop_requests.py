@@ -85,9 +85,9 @@ def signal_numbers(names: Sequence[str]) -> list[signal.Signals]:
         number = signal.Signals.__members__.get(name)
         if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
             raise ConfigError(
-                f"{name!r} is not a signal that can ask a run to stop",
+                f"{name!r} is not a signal that can stop a run",
                 where="training.stop_signals",
-                why="it must be the name of a signal of this system that a process can handle",
+                why="it must be the name of a signal that a process can handle",
                 fix=f"use some of {', '.join(STOP_SIGNALS)}",
             )
         numbers.append(number)

@@ -442,7 +442,7 @@ class CollectiveTracer:
         error = ShardError(
             f"machines came to the optimizer step of step {self.trace.step} by different collectives",
             why=_WHY,
-            fix="run the same modules on every rank, and as often",
+            fix="run the same modules the same number of times on every rank",
         )
         self._conclude(error)
         self.raise_error()

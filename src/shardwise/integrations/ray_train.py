@@ -99,7 +99,7 @@ def train_on_ray(
             f"Ray's workers failed, also after {max_failures} restarts",
             where=f"Ray run {name or ''}".rstrip(),
             why=str(error).strip().splitlines()[-1],
-            fix="see the workers' logs; the same call goes on from the last checkpoint in "
+            fix="see the workers' logs; the same call resumes from the last checkpoint in "
             f"{config.folder} (set folder to it)",
         ) from error
     finally:
@@ -119,8 +119,8 @@ def _check(config: RunConfig, num_workers: int, report_every: int) -> None:
         raise ConfigError(
             f"folder is {config.folder}",
             where="folder",
-            why="workers write into a folder of their file system, the same for all",
-            fix="set folder to a path on storage that all workers share",
+            why="workers write to one shared folder of their file system",
+            fix="set folder to a path on shared storage",
         )
 
 

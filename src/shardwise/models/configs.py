@@ -103,10 +103,10 @@ def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int 
         batch["target_pixels"] = _pixels(model, batch_size, generator)
     if not batch:
         raise ConfigError(
-            f"no batch can be invented for {type(model).__name__}",
+            f"no random batch can be generated for {type(model).__name__}",
             where=f"{type(model).__name__}.forward({', '.join(names)})",
-            why="only tokens, input_ids, pixel_values are understood",
-            fix="name a function that makes one: --batch module:callable",
+            why="only tokens, input_ids, pixel_values are supported",
+            fix="pass a function: --batch module:callable",
         )
     return batch
 
@@ -132,6 +132,6 @@ def _missing(model: nn.Module, name: str) -> ConfigError:
     return ConfigError(
         f"{type(model).__name__} has no config.{name}",
         where=type(model).__name__,
-        why="the batch's values and shape come from it",
-        fix="name a function that makes a batch: --batch module:callable",
+        why="the batch's values and shape depend on it",
+        fix="pass a function: --batch module:callable",
     )

@@ -78,8 +78,8 @@ def find_model(name: str, options: Mapping[str, Any] | None = None) -> Builder:
         raise ConfigError(
             f"{name} does not exist",
             where=name,
-            why="a Hugging Face model is read from a local folder or config.json; nothing is downloaded",
-            fix=f"download it first, or name one of {', '.join(reference_names())}",
+            why="a Hugging Face model is loaded from a local folder or config.json; nothing is downloaded",
+            fix=f"download it first, or use one of {', '.join(reference_names())}",
         )
     raise _unknown(name, reference_names(), "reference model", "MODEL")
 
@@ -100,8 +100,8 @@ def find_callable(name: str) -> Callable[..., Any]:
         raise ConfigError(
             f"there is no module {module_name!r}",
             where=name,
-            why="`module:callable` is imported as Python would",
-            fix="run it from the folder that holds the module, or install it",
+            why="`module:callable` is imported as in Python",
+            fix="run it in the folder of the module, or install the module",
         ) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -112,8 +112,8 @@ def find_callable(name: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{name} is a {type(found).__name__}, not callable",
             where=name,
-            why="it is called to build what is needed",
-            fix="name a function or class",
+            why="it must be a function or class",
+            fix="use a function or class",
         )
     return found
 
@@ -126,8 +126,8 @@ def _from_config_file(path: Path, options: Mapping[str, Any]) -> Builder:
         raise ConfigError(
             f"{file} cannot be read: {error}",
             where=str(path),
-            why="a model folder holds a config.json that describes the model",
-            fix="name a folder with a config.json, or the file itself",
+            why="a model folder needs a config.json",
+            fix="use a folder with a config.json, or the file itself",
         ) from None
     if "_class_name" in described:  # how diffusers writes it
         library = _import("diffusers", str(file))
@@ -153,8 +153,8 @@ def _class(library: Any, name: str, file: Path) -> Any:
         raise ConfigError(
             f"{library.__name__} {library.__version__} has no class {name}",
             where=str(file),
-            why="the config names the class that builds the model",
-            fix=f"install a {library.__name__} that has it, or name a `module:callable` that builds it",
+            why="the config names the class of the model",
+            fix=f"install a {library.__name__} that has it, or use a `module:callable`",
         )
     return kind
 
@@ -182,7 +182,7 @@ def _with_arguments(build: Callable[..., nn.Module], options: Mapping[str, Any],
             f"{name} cannot be called with {', '.join(options) or 'nothing'}: {error}",
             where="model, model_options",
             why="model_options are the keyword arguments of a `module:callable`",
-            fix=f"give what it takes: {name.partition(':')[2]}{inspect.signature(build)}",
+            fix=f"its signature: {name.partition(':')[2]}{inspect.signature(build)}",
         ) from None
     except ValueError:  # written in C: no signature to read
         pass
@@ -207,7 +207,7 @@ def _reshape(shape: Any, options: Mapping[str, Any]) -> Any:
     names = ", ".join(field.name for field in fields(shape))
     raise_listed(
         _senseless(changed),
-        "{num} of model_options make no model",
+        "{num} of model_options are invalid",
         why=f"they are fields of {type(shape).__name__}",
         fix=f"use {names}",
     )

@@ -44,7 +44,7 @@ def find_experts(
             raise PlanError(
                 f"{node.fqn!r} ({node.class_name}) is named in expert.modules, but {problem}",
                 where=node.fqn,
-                why="experts are divided on dimension 0 of stacked parameters, and tokens by the arguments of forward",
+                why="experts are split on dimension 0 of stacked parameters, and tokens by the arguments of forward",
                 fix=f"give it the interface of {_PAGE}, or leave it out of expert.modules",
             )
         if problem:
@@ -141,7 +141,7 @@ def refuse_without_experts(plan: Plan) -> None:
         "no module has the interface of experts" if first is None else f"{first.fqn}: {first.reason.partition(';')[0]}"
     )
     raise PlanError(
-        f"the mesh axis 'expert' has {num_ranks} ranks, but {plan.model} has no experts to divide",
+        f"the mesh axis 'expert' has {num_ranks} ranks, but {plan.model} has no experts to split",
         where="mesh.expert" if first is None else first.fqn,
         why=why,
         fix="set mesh.expert = 1, as in MeshConfig(shard=...), or write the experts of a layer as one module with "
@@ -157,7 +157,7 @@ def _check_divisible(nodes: list[Node], num_ranks: int) -> None:
         raise PlanError(
             f"{odd.fqn!r} has {num_experts_of(odd)} experts, which {num_ranks} ranks cannot share evenly",
             where=f"mesh.expert, {odd.fqn}",
-            why="each rank of the expert axis holds the same number of experts",
+            why="each rank of the expert axis has the same number of experts",
             fix=f"set mesh.expert = {nearest}; these sizes work: {', '.join(map(str, sorted([nearest, *others])))}",
         )
 

@@ -97,7 +97,7 @@ def _gathers(config: Float8Config, groups: Sequence[Group], device: str, num_sha
         why = f"{kept[0].name} reshards to {kept[0].reshard_after_forward} ranks after forward, in its own dtype"
     if config.all_gather is True and why:
         raise PlanError(
-            "float8.all_gather does not go with these settings",
+            "float8.all_gather is not supported with these settings",
             where="float8.all_gather",
             why=why,
             fix="set float8.all_gather = auto, or recipe = tensorwise and reshard_after_forward = true",

@@ -496,8 +496,8 @@ def _callable(nodes: Iterable[Node], where: str) -> list[Node]:
             raise PlanError(
                 f"{node.fqn or 'the root'} is a {node.class_name}, which has no forward",
                 where=where,
-                why="FSDP2 gathers parameters when a module is called, and a container is never called",
-                fix=f'name its elements: block_patterns=("{node.fqn}.*",)',
+                why="FSDP2 unshards parameters when a module is called, and a container is never called",
+                fix=f'use its elements: block_patterns=("{node.fqn}.*",)',
             )
     return nodes
 

@@ -237,7 +237,7 @@ class Plan:
             raise PlanError(
                 f"plan has format {found!r}, this version reads {PLAN_FORMAT}",
                 why="the layout of a plan may change between releases",
-                fix="make the plan again with shardwise.plan(...)",
+                fix="compute a new plan with shardwise.plan(...)",
             )
         return TypeAdapter(Plan).validate_python(data)  # a key that no field has is left out
 

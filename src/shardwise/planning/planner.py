@@ -56,7 +56,7 @@ def refuse_sharded(model: nn.Module, mesh: DeviceMesh | MeshConfig | None = None
     if "" in sharded:
         raise PlanError(
             f"the model ({type(model).__name__}) is already sharded",
-            why="sharding replaces every parameter; a second time there is nothing left to replace",
+            why="sharding replaces every parameter and works only once",
             fix="call shard() once, on the unsharded model" + late * ("tensor" in mesh_axes(mesh)[0]),
         )
     if sharded:
@@ -336,7 +336,7 @@ class Draft:
             raise PlanError(
                 f"the mesh has both an expert axis ({num_ranks} ranks) and a tensor axis ({self.axes['tensor']} ranks)",
                 where="mesh.expert, mesh.tensor",
-                why="how experts would be divided over both is not decided",
+                why="splitting experts over both is not supported",
                 fix="set mesh.tensor = 1 and give its ranks to expert or shard",
             )
         candidates, entries = find_experts(self.tree, self.calls, self.config.expert.modules, num_ranks)
@@ -384,7 +384,7 @@ class Draft:
         name, kind = self.tensors[key].names[0], type(parameter).__name__
         if parameter.requires_grad:
             raise PlanError(
-                f"{name!r}, a {kind}, is asked to train",
+                f"{name!r}, a {kind}, requires gradients",
                 where=name,
                 why="it is stored in fewer bits than its dtype has: an optimizer's updates would be rounded away",
                 fix="freeze it (requires_grad = False) and train adapters, or leave it unquantised",
@@ -498,7 +498,7 @@ class Draft:
             raise PlanError(
                 f"{self.tensors[key].names[0]!r} is {self.replicated[key]}",
                 where=self.tensors[key].names[0],
-                why="experts are divided over the expert axis and then sharded",
+                why="experts are split over the expert axis and then sharded",
                 fix='store the experts of a layer in one dtype, or set mixed_storage="upcast"',
             )
         for keys in assignment.keys:

@@ -130,9 +130,9 @@ def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
             continue
         if "tensor" in axes:
             raise PlanError(
-                f"reshard_after_forward = {value} does not go with a tensor axis",
+                f"reshard_after_forward = {value} is not supported with a tensor axis",
                 where=where,
-                why="torch cannot keep parameters over fewer ranks that are divided over another axis too",
+                why="torch cannot reshard parameters to fewer ranks if they are also split over another axis",
                 fix="choose True or False",
             )
         if value < 2 or num_shards % value:
@@ -140,7 +140,7 @@ def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
             raise PlanError(
                 f"reshard_after_forward = {value} does not fit a shard axis of {num_shards} ranks",
                 where=where,
-                why="parameters are kept over that many ranks until backward, so it must divide the axis, without rest",
+                why="parameters are resharded to that number of ranks until backward, so it must divide the axis",
                 fix=f"choose one of {factors}, True or False" if factors else "use True or False on this mesh",
             )
     check_ranges(config.prefetch, "prefetch")

@@ -72,7 +72,7 @@ def plan_stages(
         raise PlanError(
             f"{type(model).__name__} has {len(blocks)} blocks for {num_stages} stages",
             where="mesh.pipeline",
-            why="each stage runs one block at least",
+            why="each stage needs at least one block",
             fix=f"set mesh.pipeline * pipeline.stages_per_rank = {max(len(blocks), 1)} or less",
         )
     others = other_units(model, blocks)
@@ -139,8 +139,8 @@ def units_before(
         raise PlanError(
             f"the model cannot be run on fake tensors up to its first block: {what}",
             where=where,
-            why="which modules belong to the first stage is seen in such a run",
-            fix="do not read data in what runs before the blocks, or set mesh.pipeline = 1",
+            why="this run determines the modules of the first stage",
+            fix="avoid data-dependent code before the blocks, or set mesh.pipeline = 1",
         ) from error
     raise not_a_sequence(first, "does not run")
 
@@ -163,5 +163,5 @@ def not_a_sequence(name: str, what: str) -> PlanError:
         f"{name} {what}",
         where=name,
         why="in a pipeline each block takes the hidden states of the one before, and runs on one stage only",
-        fix="set mesh.pipeline = 1, and divide the model by mesh.shard or mesh.tensor",
+        fix="set mesh.pipeline = 1, and use mesh.shard or mesh.tensor",
     )

@@ -87,7 +87,7 @@ def choose_tensor(
         raise PlanError(
             f"{adapted!r} has an adapter, and the mesh a tensor axis ({num_ranks} ranks)",
             where=f"mesh.tensor, {adapted}",
-            why="a layer with an adapter is not divided",
+            why="layers with adapters are not split",
             fix="set mesh.tensor = 1 and give its ranks to shard",
         )
     choice = TensorChoice(model, config, tree, calls, blocks, num_ranks)
@@ -331,7 +331,7 @@ class TensorChoice:
                 f"{found[0]!r} is {self.styles[found[0]]}, but {found[1]!r} is off",
                 where=f"tensor.plan: {found[1]}",
                 why="they have one weight",
-                fix="give both a style, or both off",
+                fix="set a style for both, or off for both",
             )
         heads = {name: number for region in self.regions for name, number in region.heads.items()}
         divided = {name: style for name, style in self.styles.items() if style not in ("replicate", "sequence")}
@@ -345,7 +345,7 @@ class TensorChoice:
             raise PlanError(
                 f"{odd!r} has {sizes[odd]} {what}, which {self.num_ranks} ranks cannot share evenly",
                 where=f"mesh.tensor, {odd}",
-                why="each rank of the tensor axis computes as many heads or features of a layer",
+                why="each rank of the tensor axis computes the same number of heads or features of a layer",
                 fix=f"set mesh.tensor = {nearest}, or leave these layers as they are: {self._off(odd)}",
             )
 
@@ -369,7 +369,7 @@ class TensorChoice:
         reasons = [f"{name}: {why}" for name, why in self.reasons.items()][:4]
         name = type(self.model).__name__
         return PlanError(
-            f"the mesh axis 'tensor' has {self.num_ranks} ranks, but {name} has no layers to divide",
+            f"the mesh axis 'tensor' has {self.num_ranks} ranks, but {name} has no layers to split",
             where="mesh.tensor",
             why="; ".join(reasons) or "no linear layer takes the output of others alone",
             fix='name them: TensorConfig(plan={"*.up": "colwise", "*.down": "rowwise"}), or set mesh.tensor = 1',

@@ -97,7 +97,7 @@ def add_lora(model: M, config: LoraConfig | str | Path | None = None) -> M:
         raise ConfigError(
             f"{class_name(model)} has no linear layer for an adapter",
             where="lora.targets",
-            why="adapters stand beside nn.Linear layers, and transformers' Conv1D",
+            why="adapters are added to nn.Linear layers and transformers' Conv1D",
             fix="train the model without lora",
         )
     model.requires_grad_(False)
@@ -132,7 +132,7 @@ def _refuse_adapted(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) or type(module).__module__.startswith("peft."):
             raise ShardError(
-                f"{name or 'the model'} has an adapter already",
+                f"{name or 'the model'} already has an adapter",
                 where=name or class_name(model),
                 why="a layer has one adapter",
                 fix="merge_lora(model) first, or call add_lora once with all targets",
@@ -198,8 +198,8 @@ def merge_lora(model: M) -> M:
         raise ShardError(
             f"{class_name(model)} has no adapters to merge",
             where=f"merge_lora({class_name(model)})",
-            why="it adds adapters that add_lora made; peft merges its own (merge_and_unload, before sharding)",
-            fix="leave merge_lora out",
+            why="it merges adapters of add_lora; peft merges its own (merge_and_unload, before sharding)",
+            fix="remove the call of merge_lora",
         )
     for name, layer in layers:
         if isinstance(local_tensor(layer.weight), NF4Tensor):
@@ -290,7 +290,7 @@ def peft_config(model: nn.Module) -> dict[str, Any]:
         raise CheckpointError(
             f"{class_name(model)} has no adapters to save",
             where="format='peft'",
-            why="a folder of peft's holds adapters, not the model beside them",
+            why="a peft folder contains adapters, not the base model",
             fix="save_weights(model, path) writes the whole model; add_lora(model) adds adapters, before sharding",
         )
     layer, config = layers[0][1], getattr(model, "config", None)
@@ -341,7 +341,7 @@ def read_peft_config(folder: Path) -> LoraConfig:
         raise CheckpointError(
             f"the adapters are {described.get('peft_type')}" + (f" with {', '.join(strange)}" if strange else ""),
             where=str(folder / CONFIG_FILE),
-            why="add_lora makes plain LoRA adapters beside linear layers",
+            why="add_lora supports plain LoRA adapters of linear layers",
             fix="open the folder with peft (PeftModel.from_pretrained), and shard that model",
         )
     targets = described["target_modules"]
@@ -369,7 +369,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{CONFIG_FILE} cannot be read: {error}",
             where=str(folder),
-            why="a folder of peft's has one beside the adapters",
+            why="a peft folder needs one",
             fix="name the folder that save_pretrained or save_weights(format='peft') wrote",
         ) from None
     return described

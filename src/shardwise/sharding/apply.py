@@ -87,7 +87,7 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
         raise PlanError(
             what,
             where=odd[0],
-            why="a plan is carried out as it is, parameter by parameter",
+            why="a plan is applied exactly, parameter by parameter",
             fix="plan(model, ...) again for this model",
         )
 
@@ -294,7 +294,7 @@ def _refuse_copy(what: str, name: str, _: Any) -> None:
     raise ShardError(
         f"{what} of a sharded {name}",
         where=name,
-        why="its hooks and its process groups cannot be copied",
+        why="hooks and process groups cannot be copied",
         fix="copy the model before sharding and shard both, or build another and load_state_dict(model.state_dict()); "
         "for an average of weights, shardwise.EMA(model); to save it, shardwise.save_weights(model, folder)",
     )

@@ -128,7 +128,7 @@ def refuse_sharded(model: nn.Module, action: str) -> None:
             raise ShardError(
                 f"{action} comes too late: {repr(name) if name else 'the model'} is already sharded",
                 where=name or type(model).__name__,
-                why="the order is add_lora, checkpoint_activations, compile_blocks, shard: gathering is outside of all",
+                why="the order is add_lora, checkpoint_activations, compile_blocks, shard: FSDP is outermost",
                 fix=f"call {action}(model) before shard(model)",
             )
 
@@ -152,9 +152,9 @@ def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: 
     outermost = outermost_blocks(model, found.groups)
     if not outermost:
         raise ShardError(
-            f"{type(model).__name__} has no blocks to work on",
+            f"{type(model).__name__} has no blocks",
             where=f"{action}({type(model).__name__})",
-            why="it works on the groups of the plan that hold several modules, and this model has none",
+            why="it applies to groups of the plan with several modules, and this model has none",
             fix=f'{action}(..., config=ShardConfig(block_patterns=("name.of.blocks.*",)))',
         )
     return outermost
@@ -299,7 +299,7 @@ def change_activations(
             raise ShardError(
                 f"checkpoint_activations comes too late: {name!r} is already compiled",
                 where=name,
-                why="the compiler must see what is recomputed: checkpoint_activations, compile_blocks, shard",
+                why="the compiler must see the recomputation: checkpoint_activations, compile_blocks, shard",
                 fix="call checkpoint_activations(model) before compile_blocks(model)",
             )
     activations = HostActivations()
@@ -419,7 +419,7 @@ class CheckpointedForward(ReplacedForward):
             self.regions = import_optional(
                 "torch_remat",
                 where="activations",
-                why="it recomputes a block but for the regions that it marks",
+                why="it recomputes a block except its marked regions",
                 fix='pip install "shardwise[remat]", or choose selective',
             )
         if mode in ("selective", "offload"):

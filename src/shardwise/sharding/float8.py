@@ -37,7 +37,7 @@ def import_torchao() -> Any:
         return import_optional(
             "torchao.float8",
             where="float8.recipe",
-            why="torchao has the float8 linear layer",
+            why="torchao provides the float8 linear layer",
             fix='pip install "shardwise[float8]", or set float8.recipe = off',
         )
     finally:

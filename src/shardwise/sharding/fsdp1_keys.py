@@ -71,7 +71,7 @@ class Translation:
         raise_listed(
             self.problems,
             f"{{num}} problem{'s' if len(self.problems) > 1 else ''} in the config of prepare_fully_shard",
-            why="a setting is carried out, explained or refused, never dropped",
+            why="every setting is applied, explained or refused",
             fix="as each line says",
             most=len(self.problems),
         )
@@ -176,7 +176,7 @@ def explain_low_precision_grads(translation: Translation, key: str, value: Any, 
         why = "gradients have the dtype parameters are stored in; store those in 16 bits to keep them there"
         translation.warn(key, why)
     else:
-        translation.note(key, "as always: gradients have the dtype parameters are stored in")
+        translation.note(key, "no effect: gradients have the storage dtype of parameters")
 
 
 def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
@@ -252,7 +252,7 @@ def _find_settings(translation: Translation, config: Mapping[str, Any], model: n
     beside = [key for key in beside if key not in ("precision", "verbose")]  # trainers have these too
     if len(fsdp) + bool(beside) > 1:
         names = ", ".join([path for path, _, _ in fsdp] + beside)
-        translation.problem("config", f"FSDP settings are given in two places: {names}", "keep one")
+        translation.problem("config", f"FSDP settings are in two places: {names}", "keep one")
         return {}
     if beside:
         return {key: config[key] for key in (*beside, "precision") if key in config}
@@ -289,7 +289,7 @@ def _tensor_parallel(translation: Translation, path: str, value: Any, model: nn.
             plan = {pattern: _style(translation, f"{where}.{pattern}", style) for pattern, style in setting.items()}
             translation.put(where, "tensor", {"plan": {pattern: style for pattern, style in plan.items() if style}})
         elif key == "strategy":
-            translation.note(where, "what is divided is read from the model; tensor.plan changes it")
+            translation.note(where, "split modules are found in the model; tensor.plan changes them")
         elif key not in ("device_mesh", "layer_plan") or setting:
             translation.problem(where, f"is {setting!r}", "give tensor_parallel_degree, and layer_plan if need be")
     if translation.degrees.get("tensor", 1) == 1:
@@ -310,7 +310,7 @@ def _style(translation: Translation, where: str, style: Any) -> str | None:
         case "SequenceParallel":
             return "sequence"
         case "PrepareModuleInput" | "PrepareModuleOutput" | "PrepareModuleInputOutput":
-            translation.note(where, "not needed: layers take and give what the code around them expects")
+            translation.note(where, "not needed: layouts between layers are automatic")
         case name:
             translation.problem(where, f"is a {name}", "give colwise, rowwise, sequence, or another of tensor.plan")
     return None
@@ -378,7 +378,7 @@ def _mesh(translation: Translation, key: str, value: Any, model: nn.Module) -> N
     else:
         translation.mesh = value
     if key == "_device_mesh":
-        translation.warn(key, "private to Composer, which makes it of the degrees; read as device_mesh")
+        translation.warn(key, "private to Composer, which derives it from the degrees; used as device_mesh")
 
 
 def _offload(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
@@ -398,7 +398,7 @@ def _backward_prefetch(translation: Translation, key: str, value: Any, model: nn
     if name == "BACKWARD_PRE":
         translation.note(key, "BACKWARD_PRE is what FSDP2 always does; prefetch.backward asks for more")
     elif name == "NONE":
-        translation.note(key, "None: FSDP2 gathers one group ahead in backward all the same; it holds one group more")
+        translation.note(key, "None: FSDP2 still prefetches one group in backward, which unshards one more group")
     elif name == "BACKWARD_POST":
         what = "FSDP2 unshards the next group before this group's gradients are computed, not after: it prefetches as "
         translation.warn(key, what + "BACKWARD_PRE does, and one more group is unsharded at a time")
@@ -428,13 +428,13 @@ def _ignored(translation: Translation, key: str, value: Any, model: nn.Module) -
             names.append(name)
     if names:
         translation.settings["ignored"] = (*translation.settings.get("ignored", ()), *names)
-        translation.note(key, "gradients of ignored parameters are averaged over ranks; FSDP1 left that to you")
+        translation.note(key, "gradients of ignored parameters are averaged over ranks, unlike in FSDP1")
 
 
 def _auto_wrap(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
     if as_bool(translation, key, value) is False:
         translation.only_children = True
-        translation.note(key, "False: groups are the direct children, whatever fsdp_wrap_fn says")
+        translation.note(key, "False: groups are the direct children, regardless of fsdp_wrap_fn")
 
 
 def _auto_wrap_policy(translation: Translation, key: str, value: Any, model: nn.Module) -> None:

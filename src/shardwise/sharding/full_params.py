@@ -133,7 +133,7 @@ def refuse_missing(lacking: Mapping[str, set[int]]) -> None:
     raise CheckpointError(
         f"{have} no part of {len(names)} tensor{'s' if len(names) > 1 else ''} that other ranks have a part of",
         where="\n".join(listed(names)),
-        why="each rank holds a shard of the tensor; without one of them it is not whole",
+        why="each rank has a shard of the tensor, and all are needed",
         fix="keep the same state on every rank: an optimizer that skips a parameter on one rank (no gradient there, "
         "its state deleted) must skip it on all",
     )
@@ -224,8 +224,8 @@ def iter_full_tensors(
         raise ConfigError(
             f"bucket_bytes is {bucket_bytes}",
             where="iter_full_tensors(bucket_bytes=...)",
-            why="a bucket holds at least one tensor",
-            fix="leave it out, or pass a positive number of bytes",
+            why="a bucket has at least one tensor",
+            fix="omit it, or pass a positive number of bytes",
         )
     reshard(model)
     _refuse_meta(model)
@@ -324,9 +324,9 @@ def _refuse_meta(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ShardError(
-                "a parameter on the meta device has no values to gather",
+                "a parameter on the meta device has no data",
                 where=name,
-                why="the model was built on the meta device and not materialised since",
+                why="the model was built on the meta device and not materialized",
                 fix="shardwise.materialize(model)",
             )
 
@@ -335,6 +335,6 @@ def _refuse_gather(*_args: object, **_kwargs: object) -> NoReturn:
     raise ShardError(
         "a sharded module's forward was started inside full_params",
         where="with full_params(model): ...",
-        why="its hooks would gather the shards over the full parameters that stand there",
-        fix="leave the block first, or call a submodule that is not sharded as a group of its own",
+        why="its hooks would unshard over the full parameters",
+        fix="leave the block first, or call a submodule that is not a separate group",
     )

@@ -138,7 +138,7 @@ def local_chunks(tensor: DTensor) -> list[Chunk]:
         raise CheckpointError(
             f"a tensor of shape {list(tensor.shape)} is cut unevenly into parts of {list(local.shape)}",
             where=f"placements {tensor.placements} on {tensor.device_mesh}",
-            why="which of its rows this rank holds does not follow from how it is placed",
+            why="the rows of this rank do not follow from the placement",
             fix="choose sizes that the mesh divides evenly",
         )
     return chunks
@@ -149,9 +149,9 @@ def _chunks_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...],
     """The shape of the local tensor at a place of the mesh, and the chunks in it."""
     if any(placement.is_partial() for placement in spec.placements):
         raise CheckpointError(
-            f"a tensor of shape {list(spec.shape)} is held as partial sums",
+            f"a tensor of shape {list(spec.shape)} consists of partial sums",
             where=f"placements {spec.placements}",
-            why="no rank has a part of its values before they are added up",
+            why="no rank has its values before they are reduced",
             fix="redistribute it to Replicate() or Shard(dim) first",
         )
     runs = [_runs_along(spec, dim, coordinate) for dim in range(spec.ndim)]
@@ -511,7 +511,7 @@ def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
         raise ShardError(
             f"{first} differs between ranks" + (f", and {len(found) - 1} more" if len(found) > 1 else ""),
             where=f"mesh axis {found[first]}",
-            why="ranks that hold copies of a tensor must start from the same values, or they drift apart",
+            why="copies of a tensor must start from equal values, or ranks diverge",
             fix="materialize(model, init, sync_from_rank_zero=True); before sharding, if it has values",
         )
 

@@ -367,7 +367,7 @@ class _Initialisation:
             self.failure = ShardError(
                 f"an initialiser of {class_name(module)} failed: {type(error).__name__}: {error}",
                 where=path or "the root module",
-                why="it runs with the module's own parameters in full, on tensors without values yet",
+                why="it runs with the module's own parameters unsharded and uninitialized",
                 fix="correct its reset_parameters() or _init_weights(), or pass an init(module) that writes it",
             )
             self.failure.__cause__ = error

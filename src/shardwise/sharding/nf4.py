@@ -57,14 +57,14 @@ class NF4Tensor(torch.Tensor):
         """Stay frozen.
 
         Raises:
-            ShardError: It is asked to train.
+            ShardError: It requires gradients.
         """
         if mode:
             raise ShardError(
-                "an NF4 parameter is asked to train",
+                "an NF4 parameter requires gradients",
                 where="an NF4 parameter",
-                why="its elements have 16 values each: an optimizer's updates would be rounded away",
-                fix="leave it frozen and train adapters, or build the model without quantize='nf4'",
+                why="its elements have only 16 values: optimizer updates would be rounded away",
+                fix="freeze it and train adapters, or build the model without quantize='nf4'",
             )
         return self
 

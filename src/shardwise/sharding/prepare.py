@@ -56,7 +56,7 @@ def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict
         elif (answer or settings is not None) and has_parameters(model.get_submodule(name)):
             chosen[name] = settings or {}
     if getattr(model, "_fsdp_wrap", None) is False:
-        translation.note("_fsdp_wrap", "False on the root: it is a group all the same, of the remaining parameters")
+        translation.note("_fsdp_wrap", "False on the root: it is still a group, of the remaining parameters")
     return chosen if has_opinion else None
 
 
@@ -254,7 +254,7 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
     for axis, degree in translation.degrees.items():
         if degree != (size := sizes.get(axis, 1)):
             name = f"data_parallel_{axis}_degree" if axis in _AXES else f"{axis}_parallel_degree"
-            translation.problem(name, f"is {degree}, but the mesh has {size}", "leave it out, or pass another mesh")
+            translation.problem(name, f"is {degree}, but the mesh has {size}", "omit it, or pass another mesh")
     what = fix = ""
     if (
         strategy in HYBRID
@@ -359,7 +359,7 @@ def _sync_from_rank_zero(model: nn.Module) -> None:
         raise ShardError(
             f"rank 0 has no values for {len(of_ranks[0])} tensors, first {of_ranks[0][0]!r}",
             where="sync_module_states",
-            why="rank 0's values are sent to all ranks",
+            why="rank 0's values are broadcast to all ranks",
             fix="initialise it on rank 0, or leave it on meta on all ranks and materialize(model) later",
         )
     if of_ranks[0]:

@@ -138,8 +138,8 @@ def recover(model: nn.Module) -> None:
             raise ShardError(
                 "recover was given a part of a sharded model",
                 where=type(model).__name__,
-                why="what a failed step leaves behind is shared by the whole model",
-                fix="call recover(model) with the module that was called to start the step",
+                why="the state of a failed step is shared by the whole model",
+                fix="call recover(model) with the module whose call started the step",
             )
     for root in roots:
         compat.reset_iteration(root)

@@ -194,7 +194,7 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
             optimizer,
             stale,
             next(iter(stale.values())),
-            why="sharding replaced them; stepping the old ones would leave the model as it is",
+            why="sharding replaced them; updates of the old ones do not affect the model",
             fix="build the optimizer after sharding, or pass it: shard(model, optimizers=[optimizer])",
         )
     owned, meshes = [], []
@@ -289,8 +289,8 @@ def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None
             raise ShardError(
                 f"{type(optimizer).__name__} holds {name!r}, which was added to {class_name(root)} after sharding",
                 where=name,
-                why="it is in no group, so that nobody averages its gradient: every rank would train its own",
-                fix="add the module before shard(), or shard(...) it itself before adding it",
+                why="it is in no group, so its gradient is not averaged and ranks would diverge",
+                fix="add the module before shard(), or shard it separately before adding it",
             )
 
 
@@ -317,7 +317,7 @@ def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> None:
                 f"{type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} beside those of a "
                 "sharded model, with another gradient on each rank",
                 where=f"param_groups[{number}]['params'][{index}]",
-                why="it is in no sharded model, so that nobody averages its gradient: every rank would train its own",
+                why="it is in no sharded model, so its gradient is not averaged and ranks would diverge",
                 fix="shard the module that has it, or the outermost module instead of a part; or average its gradient "
                 "over the ranks before the step",
             )
@@ -358,7 +358,7 @@ def refuse_foreign(
         raise kind(
             f"{len(foreign)} of {len(parameters)} parameters are not parameters of {owner}: {_shapes(foreign)}",
             where=where,
-            why="an optimizer and its state follow the names that parameters have in the model",
+            why="an optimizer and its state are matched by the parameter names of the model",
             fix="pass the optimizer with every model whose parameters it holds; build it after sharding, or give it to "
             "shard()",
         )
@@ -397,8 +397,8 @@ def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> di
                     raise ShardError(
                         f"the optimizer holds {name} twice",
                         where=f"{where}, param_groups[{number}]",
-                        why="a parameter that stands twice is stepped twice",
-                        fix="give each parameter to one group only",
+                        why="such a parameter is updated twice",
+                        fix="put each parameter in one group only",
                     )
                 seen.add(name)
                 _check_state(where, name, optimizer.state.get(parameter), parameter)
@@ -472,7 +472,7 @@ def _check_state(where: str, name: str, state: dict[str, Any] | None, parameter:
                     where=where,
                     why="only state of the parameter's own shape can be split as the parameter is; "
                     "factored or flattened state cannot",
-                    fix="build the optimizer after sharding; its state then starts fresh",
+                    fix="build the optimizer after sharding, with new state",
                 )
 
 

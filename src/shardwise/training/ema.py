@@ -135,8 +135,8 @@ class EMA:
             raise ShardError(
                 f"{len(missing)} averaged parameters are no longer in the model",
                 where=", ".join(missing[:5]),
-                why="the average was made of parameters under these names",
-                fix="build the EMA after the model has its final form",
+                why="the average contains parameters with these names",
+                fix="create the EMA after the last change of the model",
             )
         return [(local_tensor(shadow), local_tensor(current[name])) for name, shadow in self._shadow.items()]
 

@@ -113,7 +113,7 @@ def _check(prompt_ids: Tensor, temperature: float) -> None:
         raise ConfigError(
             f"the prompt has shape {tuple(prompt_ids.shape)}",
             where="generate(prompt_ids)",
-            why="the first new token follows from at least one that is given",
+            why="generation needs at least one prompt token",
             fix="pass (length) or (rows, length) token ids with a length of 1 or more",
         )
     if not temperature >= 0:
@@ -121,5 +121,5 @@ def _check(prompt_ids: Tensor, temperature: float) -> None:
             f"temperature is {temperature}",
             where="generate(temperature)",
             why="logits are divided by it",
-            fix="pass 0 for the likeliest token, or a number above 0",
+            fix="pass 0 for the most likely token, or a positive number",
         )

@@ -163,7 +163,7 @@ def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
         raise CheckpointError(
             f"cannot copy the tokenizer: {error.strerror or error}",
             where=str(folder),
-            why="the exported folder holds what transformers needs: weights, config and tokenizer",
+            why="transformers needs weights, config and tokenizer in the exported folder",
             fix=f"copy {tokenizer} there by hand",
         ) from None
 
@@ -173,10 +173,10 @@ def rewind(run: TrainingRun, bad_step: int) -> None:
     found = run.checkpoints.newest()
     if found is None:
         raise TrainingError(
-            f"step {bad_step} is not finite, and there is no checkpoint to go back to",
+            f"step {bad_step} is not finite, and there is no checkpoint to rewind to",
             where=str(run.checkpoints.folder),
-            why="training.on_bad_loss = rewind takes up the last checkpoint of the run",
-            fix="set training.on_bad_loss = skip, which leaves the step out",
+            why="training.on_bad_loss = rewind loads the last checkpoint of the run",
+            fix="set training.on_bad_loss = skip, which skips the step",
         )
     run.data.leave_out(bad_step - 1)
     run.step_metrics.flush()  # readings of steps that are undone

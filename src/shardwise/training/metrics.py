@@ -93,7 +93,7 @@ def _import(module: str) -> Any:
     return import_optional(
         module,
         where=setting,
-        why="the run's config asks for it, and it is an extra of shardwise",
+        why="the run's config enables it, and it is an optional dependency",
         fix=f"pip install 'shardwise[{module}]', or leave {setting} out: metrics.jsonl is always written",
     )
 
@@ -175,8 +175,8 @@ class Metrics:
             raise ConfigError(
                 f"metrics cannot be written: {error}",
                 where=str(self.path),
-                why="every run keeps its metrics in its folder",
-                fix="set folder to a place that this user can write to, with room left",
+                why="every run writes its metrics to its folder",
+                fix="set folder to a writable folder with free space",
             ) from None
 
 

@@ -80,8 +80,8 @@ class Microbatches:
             raise TrainingError(
                 f"the tensors of a batch have different numbers of rows: {lengths}",
                 where="training.micro_batch_size",
-                why=f"micro-batches of {self.size} rows are cut from all of them alike",
-                fix="pad them to one row for each sample, or set training.micro_batch_size to the whole batch",
+                why=f"micro-batches of {self.size} rows are split from all of them",
+                fix="pad them to one row per sample, or set training.micro_batch_size to the full batch",
             )
         cut = {name: tensor.split(self.size) for name, tensor in batch.items()}
         return [dict(zip(cut, parts, strict=True)) for parts in zip(*cut.values(), strict=True)]
@@ -156,7 +156,7 @@ class Microbatches:
             f"rank {rank} ran out of memory in step {self._num_runs} of this process: {failure}",
             where="training.micro_batch_size",
             why=f"micro-batches of {self.size} rows fit in the first {_NUM_TRIALS} steps, but not in this one",
-            fix=f"start the run again: it begins with micro-batches of {smaller} rows; or set "
+            fix=f"restart the run: it begins with micro-batches of {smaller} rows; or set "
             f"training.micro_batch_size = {smaller}",
         )
 
@@ -172,7 +172,7 @@ def _does_not_fit(rank: int, failure: str) -> TrainingError:
     return TrainingError(
         f"rank {rank} ran out of memory with a single sequence: {failure}",
         where="training.micro_batch_size",
-        why="the micro-batch has been halved down to one row",
+        why="the micro-batch was reduced to one row",
         fix="set shard.activations = full or a shorter data.sequence_length, or use more ranks",
     )
 

@@ -280,7 +280,7 @@ class Objective:
             raise ConfigError(
                 f"{type(model).__name__} does not return a loss, and the batch has no labels",
                 where="training.objective",
-                why="without labels the loss is what the model's forward returns: one number, or an output with `loss`",
+                why="without labels the model's forward returns the loss: a scalar, or an output with `loss`",
                 fix="put `labels` in the batches, or set training.objective = module:callable",
             )
         return loss.reshape(())
@@ -303,7 +303,7 @@ def logits_of(output: Any, *, where: str = "training.objective") -> Tensor:
         raise ConfigError(
             "the model does not return logits of shape (rows, length, vocabulary)",
             where=where,
-            why="the next token follows from the model's output, a tensor or an object with `logits`",
+            why="the next token is predicted from the model's output, a tensor or an object with `logits`",
             fix="set training.objective = module:callable, and training.sample = null",
         )
     return logits
@@ -401,7 +401,7 @@ class BadLosses:
         raise TrainingError(
             what if is_stop else f"{what}: bad step {self.num_bad} of this run",
             where="training.on_bad_loss" if is_stop else "training.max_bad_steps",
-            why="a step that is not finite would ruin the weights; it was not made",
+            why="a non-finite step would corrupt the weights; it was skipped",
             fix="resume with a lower optimizer.learning_rate, or set training.on_bad_loss = skip or rewind"
             if is_stop
             else "resume from an earlier checkpoint with a lower optimizer.learning_rate, or look at the data",

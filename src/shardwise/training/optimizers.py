@@ -443,18 +443,18 @@ def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
             by_kind.setdefault(kind, []).append(parameter)
     if not by_kind:
         raise ConfigError(
-            "the model has no parameter to train",
+            "the model has no trainable parameters",
             where=f"optimizer ({type(model).__name__})",
             why="all of them are frozen: requires_grad is False",
-            fix="set requires_grad on what is to be trained, before sharding",
+            fix="set requires_grad of trainable parameters before sharding",
         )
     if config.name == "muon" and "blocks" not in by_kind:
         raise ConfigError(
-            f"{type(model).__name__} has no matrices that Muon could change",
+            f"{type(model).__name__} has no matrices for Muon",
             where="optimizer.name",
-            why="Muon changes matrices in repeated blocks: modules with parts of their own in a ModuleList, ModuleDict "
+            why="Muon updates matrices in repeated blocks: modules with children in a ModuleList, ModuleDict "
             "or Sequential",
-            fix="set optimizer.name = adamw, or keep the model's blocks in an nn.ModuleList",
+            fix="set optimizer.name = adamw, or store the model's blocks in an nn.ModuleList",
         )
     return [
         {

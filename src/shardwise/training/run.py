@@ -65,7 +65,7 @@ def weights_of(config: RunConfig) -> Path | None:
             f"there are no weights at {config.weights}",
             where="weights",
             why="it is auto, none, or a file or folder of weights",
-            fix="set weights = none to draw new ones, or name an existing path",
+            fix="set weights = none for random initialization, or an existing path",
         )
     return path if config.weights != "none" else None
 
@@ -100,7 +100,7 @@ class Problems:
             return
         kinds = {type(error) for error in found.values()}
         raise (EnvironmentProblem if kinds == {EnvironmentProblem} else ConfigError)(
-            f"{len(found)} problems keep this run from starting",
+            f"{len(found)} problems in the settings of this run",
             where="\n".join(f"{where}: {error.what}" for where, error in found.items()),
             why="\n".join(dict.fromkeys(error.why for error in found.values() if error.why)),
             fix="\n".join(dict.fromkeys(error.fix for error in found.values() if error.fix)),
@@ -112,9 +112,9 @@ def check_length(model: nn.Module, config: RunConfig) -> None:
     longest, length = max_length(model), config.data.sequence_length
     if longest is not None and length > longest:
         raise ConfigError(
-            f"sequences of {length} tokens are longer than {config.model} takes: {longest}",
+            f"sequences of {length} tokens are longer than the maximum of {config.model}: {longest}",
             where="data.sequence_length",
-            why="every position needs a row in the model's tables",
+            why="every position needs a row in the model's position embedding",
             fix=f"set data.sequence_length = {longest}, or choose a model with longer sequences",
         )
 
@@ -131,8 +131,8 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
         raise ConfigError(
             "the run would compute in float16",
             where="shard.precision.param_dtype",
-            why="gradients of float16 vanish unless the loss is scaled, which this loop does not do",
-            fix="set shard.precision.param_dtype = bfloat16, or storage where the GPU has no bfloat16",
+            why="float16 gradients underflow without loss scaling, which this loop does not support",
+            fix="set shard.precision.param_dtype = bfloat16, or storage if the GPU does not support bfloat16",
         )
     return made
 
@@ -195,10 +195,9 @@ def check_disk(config: RunConfig, num_bytes: int, found: run_folder.CheckpointRe
         raise EnvironmentProblem(
             f"a checkpoint of this run takes {format_bytes(num_bytes)}, and its disk has {format_bytes(free)} free",
             where=f"folder ({folder})",
-            why="the new one is written before an old one is removed, and the first save would fail",
+            why="a new checkpoint is written before an old one is removed, so the first save would fail",
             fix=f"set folder to a disk with more space, or free {format_bytes(num_bytes - free)} there (old "
-            "runs, checkpoints that are kept)"
-            + (f"; {' or '.join(smaller)} makes checkpoints smaller" if smaller else ""),
+            "runs, kept checkpoints)" + (f"; {' or '.join(smaller)} makes checkpoints smaller" if smaller else ""),
         )
     num_saved = -(-training.steps // checkpoint.every) if checkpoint.every else 1
     num_kept = min(num_saved, checkpoint.keep_last + 1 if checkpoint.keep_last else num_saved)

@@ -101,8 +101,8 @@ def refuse_other_model(folder: Path, config: RunConfig) -> None:
         raise ConfigError(
             f"the folder holds a run of {before}, and this one trains {now}",
             where=f"folder ({folder})",
-            why="a run goes on from its own checkpoints",
-            fix="set folder to a new one, or model as it was; weights may name its checkpoint to start from",
+            why="a run resumes from its own checkpoints",
+            fix="set folder to a new one, or restore model; set weights to its checkpoint to start from it",
         )
 
 
@@ -129,7 +129,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
         f"cannot write into {folder}: {(error.strerror or str(error)).lower()}",
         where=f"folder ({folder})",
         why="checkpoints, metrics and a copy of the settings go there",
-        fix="set folder to one that can be written, with space left",
+        fix="set folder to a writable folder with free space",
     )
 
 
@@ -361,17 +361,17 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
             raise ConfigError(
                 f"checkpoint.resume is never, but the folder has a checkpoint of step {own[-1].step}",
                 where=f"checkpoint.resume, folder ({own[-1].path})",
-                why="a run never writes over another's checkpoints",
-                fix="set folder to a new one, or checkpoint.resume = auto to go on from there",
+                why="a run never overwrites checkpoints of another run",
+                fix="set folder to a new one, or checkpoint.resume = auto to resume",
             )
         return None
     older = [found.step for found in own[:-1] if found.path.resolve() == Path(resume).resolve()]
     if older:
         raise ConfigError(
-            f"checkpoint.resume is step {older[0]} of this run, which has gone on to step {own[-1].step}",
+            f"checkpoint.resume is step {older[0]} of this run, which has continued to step {own[-1].step}",
             where="checkpoint.resume, folder",
-            why="a run never writes over checkpoints: what follows that step is there already",
-            fix="set folder to a new one to go on from there in another way, or checkpoint.resume = auto",
+            why="a run never overwrites checkpoints, and later ones exist",
+            fix="set folder to a new one to branch off there, or checkpoint.resume = auto",
         )
     if own:  # a restart resumes from the run's own progress
         return own[-1]
@@ -390,7 +390,7 @@ def refuse_other_weights(found: CheckpointRef, model: nn.Module) -> None:
     raise_listed(
         problems,
         "the checkpoint is of another model: {num} tensors differ",
-        why=f"a run goes on with the weights and the optimizer that it had: {found.path}",
+        why=f"a run resumes its weights and optimizer: {found.path}",
         fix="set model and model_options as they were (config.yaml in the run's folder has them), or set folder to "
         "a new one and checkpoint.resume = auto",
         kind=CheckpointError,
@@ -406,7 +406,7 @@ def _at(path: Path) -> CheckpointRef:
         raise CheckpointError(
             f"there is no checkpoint at {path}" + ("" if path.exists() else ": it does not exist"),
             where="checkpoint.resume",
-            why="a run goes on from a whole checkpoint; half-written ones are left out",
-            fix="name a run's folder or one of its checkpoints, or set checkpoint.resume = auto",
+            why="a run resumes from a complete checkpoint; incomplete ones are ignored",
+            fix="set it to a run's folder or one of its checkpoints, or to auto",
         )
     return CheckpointRef(0, path, kind)

@@ -60,7 +60,7 @@ class Schedule:
             raise ConfigError(
                 f"schedule.decay_steps is {config.decay_steps}: from 1 to the {left} steps left after the warm-up",
                 where="schedule.decay_steps",
-                why="a schedule fits into its run",
+                why="the decay must fit in the run",
                 fix="set it in range, or change training.steps",
             )
         self.optimizer, self.config, self.total_steps = optimizer, config, total_steps

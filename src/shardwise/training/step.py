@@ -286,8 +286,8 @@ def clip_grad_norm_(
             raise ShardError(
                 f"the gradients' norm is {norm.item()}",
                 where=f"clip_grad_norm_, {norm_type}-norm",
-                why="clipping cannot repair a gradient that is not finite",
-                fix="skip this step, or leave error_if_nonfinite out",
+                why="clipping cannot fix a non-finite gradient",
+                fix="skip this step, or omit error_if_nonfinite",
             )
         _scale(collect_gradients(given)[0], clipping_factor(norm, max_norm))
     return norm
@@ -381,7 +381,7 @@ def _data_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
         raise ConfigError(
             f"mesh axes {unknown} are not known to be data parallel" if names else "no axis has a name",
             where="mesh",
-            why="tokens are counted over the ranks that see different data, and over no others",
+            why="tokens are counted over the ranks with different data",
             fix="name the axes replicate and shard, or pass one axis, as in mesh['your_data_axis']",
         )
     ranks = gradient_mesh(mesh)
@@ -391,7 +391,9 @@ def _data_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
 def _check_accumulation(micro_step: int, num_micro_steps: int, mode: str) -> None:
     for name, value in (("micro_step", micro_step), ("num_micro_steps", num_micro_steps)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}", where=f"accumulate({name})", why="it counts", fix="pass an int")
+            raise ConfigError(
+                f"{name} is {value!r}", where=f"accumulate({name})", why="it is a count", fix="pass an int"
+            )
     if num_micro_steps < 1:
         where, why = "accumulate(num_micro_steps)", "a step has at least one micro-step"
         raise ConfigError(f"num_micro_steps is {num_micro_steps}", where=where, why=why, fix="pass 1 or more")

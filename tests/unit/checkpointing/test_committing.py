@@ -226,7 +226,7 @@ def test_nothing_is_committed_that_is_not_stored_once(tmp_path: Path, starts: tu
         items = [LocalChunk("x", "float32", (4,), ChunkSpec((start,), (size,)), torch.zeros(size))]
         items += [LocalChunk("fine", "float32", (2,), ChunkSpec((rank,), (1,)), torch.zeros(1))]
         records.append(write_rank_file(join(partial, file_name(rank)), items))
-    with pytest.raises(CheckpointError, match="1 tensors or values would not be stored whole") as caught:
+    with pytest.raises(CheckpointError, match="1 tensors or values would not be stored completely") as caught:
         commit_checkpoint(folder, records, Header())
     assert f"x: {problem}" in caught.value.where
     assert not is_committed(folder)
@@ -238,7 +238,7 @@ def test_files_of_others_in_a_store_are_never_removed(name: str):
     folder = f"memory://of-others/{name}-here"
     with fsspec.open(f"{folder}/{name}", "wb") as file:
         file.write(b"precious")
-    with pytest.raises(CheckpointError, match="files that no interrupted save left behind"):
+    with pytest.raises(CheckpointError, match="files that are not remains of an interrupted save"):
         begin_checkpoint(folder)
     assert names_in(folder) == [name]
 

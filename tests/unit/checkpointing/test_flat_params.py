@@ -95,7 +95,7 @@ def test_a_size_that_fits_two_layouts_is_refused():
 
 def test_a_model_without_the_wrapped_module_is_refused():
     contents = flat_contents({"encoder": torch.ones(4)}, 2)
-    with pytest.raises(CheckpointError, match="not those of this model") as error:
+    with pytest.raises(CheckpointError, match="differ from those of this model") as error:
         layout_of_model(nn.Linear(2, 2), contents)
     assert "'encoder'" in error.value.why
 

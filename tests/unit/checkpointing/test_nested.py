@@ -62,7 +62,7 @@ def test_from_paths_alone():
     parts = {("a", 0, "x"): 1, ("a", 1, "x"): 2, ("b",): 3}
     assert put_together(parts) == {"a": [{"x": 1}, {"x": 2}], "b": 3}
     assert put_together({(): 5}) == 5
-    with pytest.raises(CheckpointError, match="both a value and a folder"):
+    with pytest.raises(CheckpointError, match="both a value and a prefix"):
         put_together({(): 5, ("a",): 6})
 
 

@@ -55,7 +55,7 @@ def test_files_of_several_checkpoints_are_refused(tmp_path: Path):
     for step in (100, 200):
         for rank in range(2):
             torch.save(optimizer_of(rank), tmp_path / f"step_{step}_rank_{rank}.pt")
-    with pytest.raises(CheckpointError, match="do not belong together") as error:
+    with pytest.raises(CheckpointError, match="are not of one checkpoint") as error:
         read_rank_files(tmp_path)
     assert "several checkpoints" in error.value.why
 
@@ -93,7 +93,7 @@ def test_files_that_do_not_belong_together_are_refused(change: Any, why: str, tm
     for rank in range(2):
         torch.save(optimizer_of(rank), tmp_path / f"rank{rank}.pt")
     change(tmp_path)
-    with pytest.raises(CheckpointError, match="do not belong together") as error:
+    with pytest.raises(CheckpointError, match="are not of one checkpoint") as error:
         read_rank_files(tmp_path)
     assert why in error.value.why
 
@@ -118,7 +118,7 @@ def test_shards_that_do_not_say_where_they_belong_are_refused(tmp_path: Path):
 def test_a_tensor_that_one_rank_lacks_is_refused(tmp_path: Path):
     torch.save({"model": {"weight": torch.ones(2), "bias": torch.ones(2)}}, tmp_path / "rank0.pt")
     torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "rank1.pt")
-    with pytest.raises(CheckpointError, match="do not belong together") as error:
+    with pytest.raises(CheckpointError, match="are not of one checkpoint") as error:
         read_rank_files(tmp_path)
     assert "model.bias is not in it" in error.value.why
 
@@ -131,6 +131,6 @@ def test_a_model_and_an_optimizer_lie_side_by_side(tmp_path: Path):
         "model.weight", "optim.state.0.step", "optim.state.0.exp_avg",
     }  # fmt: skip
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.2.pt")
-    with pytest.raises(CheckpointError, match="do not belong together") as error:
+    with pytest.raises(CheckpointError, match="are not of one checkpoint") as error:
         read_rank_files(tmp_path)
     assert "3 of model.#.pt, 2 of optimizer.#.pt" in error.value.why

@@ -116,7 +116,7 @@ def test_instructions_that_checkpoints_do_not_need_are_refused(data: bytes):
     ("data", "why"),
     [
         (b"\x8f" * 300_000 + b".", "too many objects"),  # a set is 216 bytes
-        (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f.", "in the middle of a value"),  # 2**60 bytes
+        (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f.", "inside a value"),  # 2**60 bytes
     ],
 )
 def test_a_small_pickle_cannot_ask_for_much_memory(data: bytes, why: str):

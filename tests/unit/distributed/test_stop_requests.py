@@ -92,7 +92,7 @@ def test_another_thread_sets_no_handler():
 def test_signals_that_cannot_ask(name: str):
     with pytest.raises(ConfigError) as caught, stop_requests(["SIGTERM", name]):
         pass
-    assert caught.value.what == f"{name!r} is not a signal that can ask a run to stop"
+    assert caught.value.what == f"{name!r} is not a signal that can stop a run"
     assert caught.value.fix == "use some of SIGTERM, SIGINT, SIGUSR1"
 
 

@@ -118,6 +118,6 @@ def test_reference_models_take_the_invented_batch(name: str):
 
 
 def test_model_whose_input_is_unknown_asks_for_a_batch():
-    with pytest.raises(ConfigError, match="no batch can be invented for Linear") as failure:
+    with pytest.raises(ConfigError, match="no random batch can be generated for Linear") as failure:
         make_batch(nn.Linear(2, 2), generator=torch.Generator())
     assert "--batch" in failure.value.fix

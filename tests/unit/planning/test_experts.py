@@ -47,7 +47,7 @@ def test_an_axis_that_the_experts_do_not_divide_is_refused_with_sizes_that_work(
 
 
 def test_a_model_without_experts_is_refused():
-    with pytest.raises(PlanError, match="Linear has no experts to divide") as caught:
+    with pytest.raises(PlanError, match="Linear has no experts to split") as caught:
         sw.plan(nn.Linear(4, 4), mesh=MESH)
     assert "mesh.expert = 1" in caught.value.fix
 

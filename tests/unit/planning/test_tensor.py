@@ -154,7 +154,7 @@ def test_models_without_layers_to_divide_are_refused():
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x).softmax(-1)
 
-    assert "the mesh axis 'tensor' has 2 ranks, but Alone has no layers to divide" in refusal(Alone())
+    assert "the mesh axis 'tensor' has 2 ranks, but Alone has no layers to split" in refusal(Alone())
 
 
 def test_sequences_that_no_block_can_divide_are_refused():
@@ -183,7 +183,7 @@ def test_experts_are_divided_where_the_mesh_has_no_axis_for_them():
 
 def test_partial_resharding_is_refused_with_a_tensor_axis():
     config = sw.ShardConfig(reshard_after_forward=2)
-    with pytest.raises(PlanError, match="does not go with a tensor axis"):
+    with pytest.raises(PlanError, match="is not supported with a tensor axis"):
         sw.plan(reference(), config, mesh=sw.MeshConfig(shard=4, tensor=2, device="cpu"))
 
 

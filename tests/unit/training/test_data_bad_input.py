@@ -90,14 +90,14 @@ def test_tokens_that_are_not_whole(tmp_path: Path):
     for name, size in (("a.bin", 8), ("b.bin", 7), ("c.bin", 10)):
         (tmp_path / name).write_bytes(b"\0" * size)
     error = refusal(DataConfig(source=str(tmp_path), token_dtype="int32", sequence_length=1))
-    assert error.what == "2 file(s) do not hold whole tokens"
+    assert error.what == "2 file(s) do not contain whole tokens"
     assert error.where == f"{tmp_path}/b.bin: 7 bytes\n{tmp_path}/c.bin: 10 bytes"
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path: Path):
     config = DataConfig(source=write_tokens(tmp_path / "a.bin", [1, 2, 500, 3]), sequence_length=2)
     error = refusal(config, vocab_size=500)
-    assert error.what == "the data holds token 500, the model knows 0 to 499"
+    assert error.what == "the data holds token 500, the model has 0 to 499"
     with open_some(config, vocab_size=501) as loader:
         assert loader.tokenizer is None, "bytes did not make token 500"
     negative = write_tokens(tmp_path / "b.bin", [1, -2, 3, 4], torch.int32)
@@ -113,7 +113,7 @@ def test_a_token_that_the_first_look_missed_is_refused_when_its_turn_comes(tmp_p
     with open_some(config, vocab_size=300, batch_size=8) as loader:
         for _ in range(3):
             next(loader)
-        with pytest.raises(ConfigError, match="token 999, the model knows 0 to 299"):
+        with pytest.raises(ConfigError, match="token 999, the model has 0 to 299"):
             next(loader)
 
 
@@ -127,14 +127,13 @@ def test_a_tokenizer_that_did_not_make_the_tokens(tmp_path: Path):
 def test_a_tokenizer_that_disagrees_with_the_model(tmp_path: Path):
     (tmp_path / "a.txt").write_text("text " * 100)
     assert (
-        "'bytes' makes 257 tokens, the model knows 256"
-        in refusal(DataConfig(source=str(tmp_path)), vocab_size=256).what
+        "'bytes' makes 257 tokens, the model has 256" in refusal(DataConfig(source=str(tmp_path)), vocab_size=256).what
     )
 
 
 def test_single_documents_of_tokens_without_ends(tmp_path: Path):
     source = write_tokens(tmp_path / "a.bin", [5, 5000, 5])
-    assert "nothing says where documents end" in refusal(DataConfig(source=source, pack=False)).what
+    assert "the ends of documents are unknown" in refusal(DataConfig(source=source, pack=False)).what
 
 
 @pytest.mark.parametrize("pack", [True, False])

@@ -83,7 +83,7 @@ def test_samples_of_tensors_are_stacked_as_they_are():
 
 
 def test_ragged_samples_need_a_collate_of_their_own():
-    with open_some(named("ragged")) as loader, pytest.raises(ConfigError, match="cannot be put together") as failure:
+    with open_some(named("ragged")) as loader, pytest.raises(ConfigError, match="cannot be collated") as failure:
         next(loader)
     assert "collate" in failure.value.fix
     with open_some(named("padding"), batch_size=3) as loader:
@@ -91,7 +91,7 @@ def test_ragged_samples_need_a_collate_of_their_own():
 
 
 def test_ready_samples_are_held_against_the_vocabulary():
-    message = "holds token 5, the model knows 0 to 4"
+    message = "holds token 5, the model has 0 to 4"
     with open_some(named("padding"), batch_size=6, vocab_size=5) as loader, pytest.raises(ConfigError, match=message):
         next(loader)
 
@@ -100,8 +100,8 @@ def test_ready_samples_are_held_against_the_vocabulary():
     ("name", "message"),
     [
         ("endless", "returned a generator, which has no length and items"),
-        ("pair_of_tensors", "neither a text nor a sample"),
-        ("pairs", "neither a text nor a sample"),
+        ("pair_of_tensors", "neither text nor a sample"),
+        ("pairs", "neither text nor a sample"),
         ("nothing", "the data is empty"),
         ("unreadable", "cannot read /nowhere/at all: no such file or directory"),
         ("missing", "there is no callable"),

@@ -77,7 +77,7 @@ def test_it_can_be_gone_through_again_and_left_halfway(tmp_path: Path):
 
 
 def test_missing_held_out_data_is_named_by_its_setting(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"data\.evaluation stand for no data"):
+    with pytest.raises(ConfigError, match=r"data\.evaluation match no data"):
         evaluation(numbered(tmp_path, 20, evaluation=str(tmp_path / "no.bin")))
 
 

@@ -47,7 +47,7 @@ def test_what_is_neither_file_nor_module_is_reported_at_once(folder: Path):
     names = (str(folder / "b.txt"), str(folder / "no.txt"), str(folder / "*.csv"), str(folder / "empty"))
     with pytest.raises(ConfigError) as failure:
         find_sources(names, "auto")
-    assert failure.value.what == "3 name(s) in data.source stand for no data"
+    assert failure.value.what == "3 path(s) in data.source match no data"
     assert failure.value.where.splitlines() == [
         f"{folder}/no.txt: there is no such file",
         f"{folder}/*.csv: no file matches",

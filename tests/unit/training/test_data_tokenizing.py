@@ -81,7 +81,7 @@ def test_another_file_is_another_fingerprint(tmp_path: Path):
 def test_a_model_with_fewer_tokens_is_refused():
     check_vocabulary(Bytes(), "bytes", 257)
     check_vocabulary(Bytes(), "bytes", None)
-    with pytest.raises(ConfigError, match="'bytes' makes 257 tokens, the model knows 256") as failure:
+    with pytest.raises(ConfigError, match="'bytes' makes 257 tokens, the model has 256") as failure:
         check_vocabulary(Bytes(), "bytes", 256)
     assert failure.value.fix.endswith("set model_options.vocab_size = 257")
 

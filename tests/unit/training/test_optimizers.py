@@ -186,9 +186,9 @@ def test_settings_out_of_range_are_named_together(changes: dict, message: str):
 
 
 def test_nothing_to_train_and_nothing_for_muon():
-    with pytest.raises(ConfigError, match="no parameter to train"):
+    with pytest.raises(ConfigError, match="no trainable parameters"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerConfig())
-    with pytest.raises(ConfigError, match="no matrices that Muon could change"):
+    with pytest.raises(ConfigError, match="no matrices for Muon"):
         build_optimizer(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), OptimizerConfig(name="muon"))
 
 

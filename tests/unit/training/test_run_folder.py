@@ -91,7 +91,7 @@ def test_an_older_step_of_the_run_is_not_resumed_silently(tmp_path: Path):
     steps = [tmp_path / f"step-{number:08d}.pt" for number in (100, 300)]
     for step in steps:
         step.touch()
-    with pytest.raises(ConfigError, match="is step 100 of this run, which has gone on to step 300"):
+    with pytest.raises(ConfigError, match="is step 100 of this run, which has continued to step 300"):
         find_resumed(tmp_path, str(steps[0]))
     for name in (str(steps[1]), "auto", str(tmp_path / "elsewhere")):
         found = find_resumed(tmp_path, name)
@@ -141,7 +141,7 @@ def test_same_bits_are_asked_for_only_inside():
 def test_resolved_settings_of_a_wrong_run_are_refused_with_all_problems(tmp_path: Path):
     config = RunConfig(model="tutorial", folder=str(tmp_path), data=replace(RunConfig().data, sequence_length=999))
     config = replace(config, training=replace(config.training, batch_size=3))
-    with pytest.raises(ConfigError, match="2 problems keep this run from starting"):
+    with pytest.raises(ConfigError, match="2 problems in the settings of this run"):
         resolved_yaml(config, 2)
 
 

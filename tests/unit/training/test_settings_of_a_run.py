@@ -79,7 +79,7 @@ def test_a_batch_is_divided_among_ranks(tmp_path: Path, size: int, num_ranks: in
 def test_all_problems_at_once(tmp_path: Path):
     config = run(tmp_path, training={"batch_size": 3, "steps": 0}, data={"sequence_length": 17}, metrics={"every": -1})
     error = refused(config)
-    assert error.what == "3 problems keep this run from starting"
+    assert error.what == "3 problems in the settings of this run"
     assert error.where.splitlines() == [
         "training.steps: input should be greater than or equal to 1, got 0",
         "metrics.every: input should be greater than or equal to 1, got -1: 2 setting(s) out of range",

@@ -39,7 +39,7 @@ def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
     metadata = read_torch_pickle(data, where=str(place), max_bytes=_MAX_METADATA_BYTES)
     with storage.parsing(f"{METADATA_NAME} is damaged and cannot be read", place):
         if not isinstance(metadata, Record) or not metadata.name.endswith(".Metadata"):
-            raise ValueError("it is a pickle of something else")
+            raise ValueError("it is a pickle of another object")
         stored, plain = _entries(metadata.fields, subfolder)
         structure = _structure(metadata.fields.get("planner_data"))
     with _Items(folder) as items:
@@ -71,7 +71,7 @@ def _entries(fields: Mapping[str, Any], subfolder: str) -> tuple[_Tensors, dict[
         if not isinstance(name, str) or not isinstance(place["relative_path"], str):
             raise ValueError(f"{name!r}: no place in a file")
         if place.get("transform_descriptors"):
-            raise ValueError(f"{name} was stored through {place['transform_descriptors']}, which only torch can undo")
+            raise ValueError(f"{name} was stored through {place['transform_descriptors']},which only torch can decode")
         file = subfolder + place["relative_path"]
         stream = TorchStream(file, count_of(place["offset"]), count_of(place["length"]), name)
         streams[name, None if start is None else sizes_of(start)] = stream

@@ -148,7 +148,7 @@ def _fit(
         raise CheckpointError(
             f"the flat parameter of {where} can be cut into parameters in {len(found)} ways",
             where=str(contents.path),
-            why="FSDP1 pads between parameters, and its size does not say how",
+            why="FSDP1 pads between parameters, and the size does not determine the padding",
             fix=f"record the layout where the model is: record_flat_params(model, folder) writes {LAYOUT_FILE}",
         )
     total = sum(math.prod(shape) for _, shape in members)
@@ -308,9 +308,9 @@ def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> di
         return found
     if len(optimizer.groups) > 1:
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.groups)} parameter groups, and its state knows only numbers",
+            f"the optimizer has {len(optimizer.groups)} parameter groups, and its state has only indices",
             where=str(contents.path),
-            why="which parameter got which number depends on how the groups were made, which is not in the files",
+            why="the index of a parameter depends on the parameter groups, which are not in the files",
             fix=f"record the order where the model is: write describe_flat_params(model, optimizer) to {LAYOUT_FILE}",
         )
     for owners in (list(layout.units.values()), list(plain.values())):
@@ -352,7 +352,7 @@ def _fits(owner: FlatUnit, tensor: StoredTensor, world_size: int) -> bool:
 
 def _wrong(contents: Contents, why: str) -> CheckpointError:
     return CheckpointError(
-        "the checkpoint's parameters are not those of this model",
+        "the checkpoint's parameters differ from those of this model",
         where=str(contents.path),
         why=why,
         fix="pass the model as it was when the checkpoint was saved, before FSDP wrapped it",
@@ -396,7 +396,7 @@ def describe_flat_params(model: nn.Module, optimizer: torch.optim.Optimizer | No
     if not units:
         raise CheckpointError(
             "the model has no flat parameters",
-            why="only what FSDP1's FullyShardedDataParallel wraps has them",
+            why="only modules wrapped by FSDP1's FullyShardedDataParallel have them",
             fix="pass the wrapped model",
         )
     params = [{"name": entry["name"], "shape": entry["shape"]} for unit in units for entry in unit["params"]]

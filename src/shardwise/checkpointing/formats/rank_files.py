@@ -36,10 +36,10 @@ def _template(name: str) -> str:
 
 def _not_together(place: storage.Place, why: str) -> CheckpointError:
     return CheckpointError(
-        "the files of the ranks do not belong together",
+        "the files of the ranks are not of one checkpoint",
         where=str(place),
         why=why,
-        fix="put the files of one step, of all ranks, in a folder of their own",
+        fix="put the files of one step, of all ranks, in a separate folder",
     )
 
 
@@ -86,7 +86,7 @@ def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor
         raise CheckpointError(
             f"{name} is a plain tensor of shape {first.shape} on one rank and {other.shape} on another",
             where=str(file.place),
-            why="it is a shard that does not say where it belongs, as `to_local()` gives",
+            why="it is a local shard without its placement, as returned by `to_local()`",
             fix="save the ShardedTensor or DTensor itself, or a full state dict",
         )
     chunks: dict[ChunkSpec, StoredChunk] = {}
@@ -137,9 +137,9 @@ def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> 
             continue
         if kind != "shard" or dims[0] >= len(sizes) or index >= length:
             raise CheckpointError(
-                f"{name} is placed as {kind!r}, which is not read from per-rank files",
+                f"{name} is placed as {kind!r}, which is not supported in per-rank files",
                 where=str(file.place),
-                why="its parts are interleaved over two mesh axes, or not yet summed",
+                why="its parts are interleaved over two mesh axes, or partial sums",
                 fix="save it with torch.distributed.checkpoint, and read that folder",
             )
         count = -(-sizes[dims[0]] // length)  # as torch.chunk: the last ranks may hold less, or nothing

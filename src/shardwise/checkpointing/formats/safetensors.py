@@ -157,7 +157,7 @@ def _parse(path: storage.Place, data: bytes, size: int) -> contents.Contents:
 def _tensor(file: str, name: str, entry: Any, data_start: int, checksums: str) -> contents.StoredTensor:
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
-        raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which torch does not have")
+        raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which torch does not support")
     shape = contents.sizes_of(entry["shape"])
     start, end = contents.sizes_of(entry["data_offsets"])
     if end - start != math.prod(shape) * contents.ITEM_BYTES[dtype]:
@@ -344,7 +344,7 @@ def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
         raise CheckpointError(
             f"{there[0]} is there already",
             where=str(path),
-            why="it would be lost",
+            why="it would be overwritten",
             fix="choose another name, or pass overwrite=True",
         )
 

@@ -224,9 +224,9 @@ def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header:
     ]
     raise_listed(
         problems or _problems(_parsed(folder, body)),
-        "{num} tensors or values would not be stored whole; nothing was committed",
+        "{num} tensors or values would not be stored completely; nothing was committed",
         why=f"every element must be stored exactly once, or {folder} cannot be loaded",
-        fix="report this with the text above: the ranks did not agree on who writes what",
+        fix="report this bug with the text above: the ranks did not agree on the writers",
         kind=CheckpointError,
     )
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -348,7 +348,7 @@ def begin_checkpoint(folder: storage.Place) -> storage.Place:
         raise CheckpointError(
             f"there is a checkpoint called {storage.split(folder)[1]} already",
             where=str(folder),
-            why="a committed checkpoint is never written over",
+            why="a committed checkpoint is never overwritten",
             fix="save under another step or into another folder, or remove this one",
         )
     partial = partial_of(folder)
@@ -357,10 +357,10 @@ def begin_checkpoint(folder: storage.Place) -> storage.Place:
         others = [name for name in storage.names_in(folder) if name not in ours and not _DATA_FILE.fullmatch(name)]
         if others:
             raise CheckpointError(
-                f"there are files that no interrupted save left behind: {listed(others)}",
+                f"there are files that are not remains of an interrupted save: {listed(others)}",
                 where=folder,
-                why="what a save leaves behind when it is interrupted is removed by the next one, and nothing else",
-                fix="choose an empty place, or remove what is there",
+                why="a save removes only the remains of an interrupted save",
+                fix="choose an empty folder, or remove the files",
             )
     storage.remove_tree(partial)  # left over from a save that was interrupted
     storage.make_folder(partial)

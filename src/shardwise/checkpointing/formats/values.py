@@ -139,7 +139,9 @@ def put_together(parts: Mapping[KeyPath, Any]) -> Any:
     children: dict[str | int, dict[KeyPath, Any]] = {}
     for path, value in parts.items():
         if not path:
-            raise CheckpointError("a stored name is both a value and a folder of values", why="names must be unique")
+            raise CheckpointError(
+                "a stored name is both a value and a prefix of other names", why="names must be unique"
+            )
         children.setdefault(path[0], {})[path[1:]] = value
     made = {key: put_together(below) for key, below in children.items()}
     if all(isinstance(key, int) for key in made):

@@ -126,7 +126,7 @@ class _Whole(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(size)
         if size is not None and len(data) < size:
-            raise ValueError("it ends in the middle of a value")
+            raise ValueError("it ends inside a value")
         return data
 
 
@@ -163,7 +163,7 @@ def _counted(step: Callable[[_Unpickler], None]) -> Callable[[_Unpickler], None]
     def counted(machine: _Unpickler) -> None:
         machine.objects_left -= 1
         if machine.objects_left < 0:
-            raise ValueError("it asks for too many objects")
+            raise ValueError("it contains too many objects")
         step(machine)
 
     return counted
@@ -243,7 +243,7 @@ def load_pickle(
             str(refusal),
             where=where,
             why="a pickle can run any code; only names that checkpoints need are known here, and none is ever called",
-            fix="get the file again from a source you trust; if you trust it as it is, load it with torch yourself "
+            fix="get the file from a trusted source; if you trust this file, load it with torch yourself "
             "and save it again (save_weights, or safetensors)",
         ) from None
     except (pickle.UnpicklingError, IndexError, struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -344,7 +344,7 @@ def make_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -
 def make_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """`_rebuild_from_type_v2`: a tensor subclass, or a tensor with attributes."""
     if not isinstance(function, Symbol) or function.make is None:
-        raise ValueError("a tensor that is rebuilt by nothing known")
+        raise ValueError("a tensor with an unknown rebuild function")
     made = function.make(*args)
     if not isinstance(made, Record):
         return made  # a tensor with Python attributes of its own
@@ -433,7 +433,7 @@ def _as_set(values: Any = ()) -> set[Any]:
 def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
     """How pickles before protocol 3 write bytes."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise ValueError("bytes in another way than pickles write them")
+        raise ValueError("bytes in an unknown encoding")
     return text.encode("latin1")
 
 

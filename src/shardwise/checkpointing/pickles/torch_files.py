@@ -450,7 +450,7 @@ def _read_checksums(index: ZipIndex, pickled: bytes) -> tuple[int, dict[str, tup
     ours = json.loads(index.read_record(RECORD, _MAX_BYTES))
     block_bytes = ours["block_bytes"]
     if not isinstance(block_bytes, int) or not 1 << 10 <= block_bytes <= 1 << 30:
-        raise ValueError("strange block size")
+        raise ValueError("invalid block size")
     checksums = {key: storage.from_hex(text) for key, text in ours["xxh3"].items()}
     for key, blocks in checksums.items():
         if len(blocks) != -(-index.locate(f"data/{key}")[1] // block_bytes):
@@ -532,9 +532,9 @@ def read_torch_file(path: str | storage.Place) -> TorchFile:
         raise CheckpointError("there is no such file", where=where, fix="check the path")
     if not is_torch_file(place):
         raise CheckpointError(
-            "this is not a file that torch.save writes",
+            "this is not a file of torch.save",
             where=where,
-            why="such a file is a zip archive since torch 1.6; older ones, and plain pickles, are not read",
+            why="these files are zip archives since torch 1.6; older ones and plain pickles are not supported",
             fix="load it with the program that wrote it and save it again with torch.save or safetensors",
         )
     with storage.FileReader(place) as reader:
@@ -543,7 +543,7 @@ def read_torch_file(path: str | storage.Place) -> TorchFile:
             raise CheckpointError(
                 "the file was written on a machine with the other byte order",
                 where=where,
-                why="its numbers would be read backwards",
+                why="its numbers would be misread",
                 fix="load it with torch.load there or here, and save it again",
             )
         pickled = index.read_record("data.pkl", machine.MAX_PICKLE_BYTES)

@@ -175,8 +175,8 @@ class ParameterHooks:
                 raise ShardError(
                     "a hook on a sharded parameter returned a plain tensor",
                     where=f"a parameter of shape {list(parameter.shape)}",
-                    why="the gradient that it was given is a DTensor, of which each rank holds a part",
-                    fix="compute what it returns from the gradient, as in gradient * mask",
+                    why="the gradient is a DTensor, and each rank has a part of it",
+                    fix="compute the result from the gradient, as in gradient * mask",
                 )
             if earlier is not None:
                 gradient = earlier if gradient is None else earlier + gradient
@@ -189,7 +189,7 @@ def _refuse_multi_grad_hook(hook: Any, parameter: nn.Parameter) -> None:
         raise ShardError(
             "register_multi_grad_hook on sharded parameters",
             where=f"a parameter of shape {list(parameter.shape)}",
-            why="torch calls it when autograd has reached all of them, but it reaches the unsharded ones only",
+            why="torch calls it when autograd has reached all of them, but autograd only reaches the unsharded ones",
             fix="parameter.register_hook for each, or call the function after backward()",
         )
 

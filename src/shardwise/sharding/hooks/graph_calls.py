@@ -148,13 +148,13 @@ class GraphCalls:
             raise _refused(
                 "backward() inside the forward of a sharded model",
                 self._open,
-                why="a backward ends by resharding the whole model, which the forward still needs",
+                why="backward ends by resharding the model, which the forward still needs",
                 fix="return the losses, and call backward() on their sum after the forward; in it, "
                 "torch.autograd.grad(loss, activations) works",
             )
         if any(isinstance(each, torch.Tensor) and is_of_group(each) for each in inputs) and (met := self._calls_met()):
             raise _refused(
-                "gradients of chosen parameters of a sharded model",
+                "gradients with respect to parameters of a sharded model",
                 met,
                 why="backward computes gradients of unsharded parameters, which exist for its time only, and reduces "
                 "them into the `.grad` of the sharded ones",

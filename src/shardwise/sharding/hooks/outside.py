@@ -280,7 +280,7 @@ def _refuse_export(tensor: DTensor, name: str, *_: Any, **__: Any) -> None:
     raise ShardError(
         f".{name}() of {described([tensor])}",
         where=users_line(),
-        why="this rank holds a part of it, and gathering the rest needs all ranks",
+        why="this rank has a part of it, and gathering the rest needs all ranks",
         fix="tensor.full_tensor() on all ranks first; shardwise.save_weights(model, folder) writes safetensors, and "
         "shardwise.full_params(model) shows whole parameters",
     )

@@ -81,7 +81,7 @@ def _not_the_sharded_one(module: nn.Module, name: str) -> ShardError:
     return ShardError(
         f"{name!r} of a sharded {type(module).__name__} is not the parameter that was sharded",
         where=f"{type(module).__name__}.{name}",
-        why="the group gathers the shard it was made with; what was assigned since would be ignored silently",
+        why="the group all-gathers its original shard; the assignment would be silently ignored",
         fix="tie, replace or parametrize before sharding; to change values, parameter.copy_(...) under no_grad",
     )
 
@@ -162,7 +162,7 @@ def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
         raise ShardError(
             f"`.data` of a tensor laid out as {tensor.placements} was assigned one of {value.placements}",
             where="parameter.data = ...",
-            why="ranks would keep each other's parts",
+            why="ranks would get parts of other ranks",
             fix="assign a tensor of the same layout, or the whole tensor",
         )
     if not local.is_meta and own.data_ptr() != local.data_ptr():
@@ -180,7 +180,7 @@ def _refuse_other_kind(parameter: torch.Tensor, value: torch.Tensor) -> None:
             f"`.data` of a sharded parameter, {list(parameter.shape)} {parameter.dtype}, was assigned "
             f"{list(value.shape)} {value.dtype}",
             where="parameter.data = ...",
-            why="its group gathers the shard it was made with; torch would ignore the assignment",
+            why="the group all-gathers its original shard; torch would ignore the assignment",
             fix="change shape or dtype before sharding; ShardConfig.precision sets the dtype of computation",
         )
 

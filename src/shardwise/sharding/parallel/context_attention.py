@@ -120,7 +120,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
     found = next((value for value in (*named, *batch.values()) if isinstance(value, Tensor) and value.ndim >= 2), None)
     if found is None:
         raise ConfigError(
-            f"the batch holds no sequences: {', '.join(batch) or 'it is empty'}",
+            f"the batch has no sequences: {', '.join(batch) or 'it is empty'}",
             where="split_sequences(batch)",
             why="sequences are tensors (rows, length, ...)",
             fix="pass the batch as a dict with `input_ids`",

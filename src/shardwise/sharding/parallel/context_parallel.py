@@ -296,8 +296,8 @@ def _mask_of_part(part: SequencePart, plain: Callable[..., Tensor | None], optio
         raise ShardError(
             "the model builds a mask that depends on more than positions, documents and padding",
             where=f"{type(part.state.model).__name__}, mesh.context",
-            why="a rank has a part of each sequence, and cannot know such a mask for the keys of other ranks",
-            fix="set mesh.context = 1, or call the model without what the mask is made from (images, left padding)",
+            why="a rank has a part of each sequence, and cannot build such a mask for the keys of other ranks",
+            fix="set mesh.context = 1, or call the model without the mask's inputs (images, left padding)",
         )
     is_local = size is not None and part.whole_length >= size
     may_skip = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)

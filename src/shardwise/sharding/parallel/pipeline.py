@@ -494,7 +494,7 @@ def _plan(
         raise ConfigError(
             "the mesh has no pipeline axis",
             where="mesh.pipeline",
-            why="stages are divided over the ranks along it",
+            why="its ranks run the stages",
             fix="init_distributed(MeshConfig(pipeline=2)), or shard(model)",
         )
     num_stages = num_ranks * config.pipeline.stages_per_rank

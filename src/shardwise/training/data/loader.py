@@ -182,7 +182,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
                 if now[name] != then.get(name)
             ],
             "the checkpoint was written while training on other data",
-            why="the samples not yet seen are known only for the same data in the same order",
+            why="the position in the data is only valid for the same data in the same order",
             fix="resume with the data settings of that run, or start a new run from its weights: "
             "set weights to the checkpoint, folder to another",
             kind=CheckpointError,
@@ -375,9 +375,9 @@ def open_evaluation(
     held_out = Evaluation(samples, first, Share(**share), workers=min(1, config.workers))
     if not len(held_out):
         raise ConfigError(
-            f"{held_out.num_samples} held-out sample(s) cannot be shared by {share['num_ranks']} ranks",
+            f"{held_out.num_samples} held-out sample(s) cannot be divided among {share['num_ranks']} ranks",
             where="data.evaluation",
-            why="without labels no row can be filled in, and every rank needs one",
+            why="without labels batches cannot be padded, and every rank needs a row",
             fix=f"hold out at least {share['num_ranks']} samples",
         )
     return held_out
@@ -389,10 +389,10 @@ def _num_held_out(config: DataConfig, samples: Samples) -> int:
     num = max(1, round(samples.num_samples * config.evaluation_fraction))
     if num >= samples.num_samples:
         raise ConfigError(
-            f"holding out {num} of {samples.num_samples} sample(s) leaves none to train on",
+            f"holding out {num} of {samples.num_samples} sample(s) leaves none for training",
             where="data.evaluation_fraction",
-            why="samples are held out whole, at least one of them",
-            fix="give more data, or a shorter data.sequence_length, or name data.evaluation",
+            why="at least one full sample is held out",
+            fix="use more data or a shorter data.sequence_length, or set data.evaluation",
         )
     return num
 
@@ -405,6 +405,6 @@ def check_batch(batch_size: int, num_ranks: int) -> None:
         raise ConfigError(
             f"a batch of {batch_size} sequences cannot be divided among {num_ranks} ranks",
             where="training.batch_size",
-            why="it is the batch of all ranks together, and each has the same number of sequences",
+            why="it is the global batch size, and each rank has the same number of sequences",
             fix=f"set training.batch_size = {near}, or start {divisors[-1]} rank{'s' if divisors[-1] > 1 else ''}",
         )

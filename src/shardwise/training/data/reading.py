@@ -106,7 +106,7 @@ def open_dataset(folder: Path) -> Records:
         raise ConfigError(
             f"{folder} holds several splits: {', '.join(names)}",
             where="data.source",
-            why="one of them is trained on",
+            why="training uses one split",
             fix=f"set data.source = {folder / names[0]}",
         )
     return found
@@ -187,9 +187,9 @@ def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "da
                 found.append(match)
     raise_listed(
         problems,
-        "{num} name(s) in " + where + " stand for no data",
-        why="a name is `python`, a file, a folder, a glob or `module:callable`",
-        fix=f"mend the paths, which are taken from the folder {Path.cwd()}",
+        "{num} path(s) in " + where + " match no data",
+        why="a source is `python`, a file, a folder, a glob or `module:callable`",
+        fix=f"fix the paths, which are relative to {Path.cwd()}",
     )
     formats = sorted({source.format for source in found})
     is_alone = {"tokens", "callable"}.intersection(formats)
@@ -197,8 +197,8 @@ def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "da
         raise ConfigError(
             f"{where} mixes {' and '.join(formats)}" if len(formats) > 1 else f"{where} names several callables",
             where=where,
-            why="tokens and callables are a source of their own; text, JSONL and datasets can be mixed",
-            fix="name one kind, or set data.format if a name misleads",
+            why="tokens and callables cannot be mixed with other sources; text, JSONL and datasets can",
+            fix="use one kind, or set data.format if a name is misleading",
         )
     return found
 
@@ -299,7 +299,7 @@ def no_room(length: int) -> ConfigError:
     return ConfigError(
         f"every document is empty, or its prompt alone fills a sequence of {length} tokens",
         where="data.sequence_length",
-        why="a sequence begins with the prompt, and only what comes after it is learnt",
+        why="a sequence begins with the prompt, and the loss covers only the tokens after it",
         fix="set a longer data.sequence_length, or shorten the prompts",
     )
 
@@ -310,7 +310,7 @@ def find_starts(stream: TokenStream) -> Tensor:
         return stream.starts
     if stream.end_id is None:
         raise ConfigError(
-            "one document a sequence was asked for, and nothing says where documents end",
+            "one document per sequence was requested, but the ends of documents are unknown",
             where="data.pack, data.tokenizer",
             why="in a file of tokens, documents end at the tokenizer's end-of-document token",
             fix="set data.tokenizer to the tokenizer that made the tokens, or data.pack = true",
@@ -349,9 +349,9 @@ def open_token_files(
     sizes = {file: file.stat().st_size for file in files}
     raise_listed(
         [f"{file}: {size} bytes" for file, size in sizes.items() if size % dtype.itemsize],
-        "{num} file(s) do not hold whole tokens",
-        why=f"a file of tokens holds {dtype.itemsize} byte(s) for each ({dtype_name}) and nothing else",
-        fix="set data.token_dtype as the files were written, or write them again",
+        "{num} file(s) do not contain whole tokens",
+        why=f"a file of tokens holds {dtype.itemsize} byte(s) per token ({dtype_name}) and nothing else",
+        fix="set data.token_dtype to the dtype of the files, or write them again",
     )
     segments = [
         torch.from_file(str(file), shared=False, size=size // dtype.itemsize, dtype=dtype)
@@ -372,8 +372,8 @@ def open_token_files(
     raise ConfigError(
         f"the data holds token {most}, the tokenizer makes only 0 to {tokenizer.vocab_size - 1}",
         where="data.tokenizer, " + ", ".join(str(file) for file in files[:3]),
-        why="the tokenizer says which token ends a document, and reads the model's samples",
-        fix="name the tokenizer that made the data, or check data.token_dtype",
+        why="the tokenizer defines the end-of-document token and decodes the model's samples",
+        fix="set data.tokenizer to the tokenizer of the data, or check data.token_dtype",
     )
 
 
@@ -402,7 +402,7 @@ class Spool:
         raise_listed(
             problems,
             "{num} file(s) of the data are not text",
-            why="what is neither JSONL nor tokens is read as UTF-8 text",
+            why="other files are read as UTF-8 text",
             fix="name only text files, as in data.source = 'folder/**/*.txt', or set data.format",
         )
 
@@ -475,8 +475,8 @@ def open_samples(
         raise ConfigError(
             f"cannot read {error.filename or 'the data'}: {(error.strerror or str(error)).lower()}",
             where=where,
-            why="every file of the data is read on every rank",
-            fix="check that it exists and may be read, on every machine",
+            why="every rank reads every file of the data",
+            fix="check that it exists and is readable on every machine",
         ) from error
     _refuse_empty(samples, config, where)
     fingerprint = {
@@ -512,7 +512,7 @@ def _make_samples(
         "{num} record(s) of the data cannot be read",
         why="each line of JSONL is one JSON object; the text is in data.text_field, or in data.prompt_field and "
         "data.response_field",
-        fix="mend or remove these lines, or set the names of the fields",
+        fix="fix or remove these lines, or set the names of the fields",
     )
     return _stream_samples(config, spool.stream()), tokenizer
 
@@ -531,7 +531,7 @@ def _call(name: str, config: DataConfig) -> Records:
         raise ConfigError(
             f"{name} returned a {type(items).__name__}, which has no length and items",
             where="data.source",
-            why="the samples of all ranks and epochs are numbered, so that a run can go on where it stopped",
+            why="the samples of all ranks and epochs are numbered, so that a run can resume",
             fix="return a list, a torch Dataset, or another object with __len__ and __getitem__",
         )
     return items
@@ -548,7 +548,7 @@ def _is_document(items: Records, config: DataConfig) -> bool:
         to_document(first, config)
     except ValueError as error:
         raise ConfigError(
-            f"the first item is neither a text nor a sample: {error}",
+            f"the first item is neither text nor a sample: {error}",
             where="data.source",
             why="an item is a text, a mapping with text, or a mapping of tensors",
             fix="set data.text_field, or data.prompt_field and data.response_field, to the names in the items",
@@ -564,12 +564,12 @@ def _refuse_empty(samples: Samples, config: DataConfig, where: str) -> None:
         raise ConfigError(
             f"the data has {num_tokens} tokens, too few for one sequence of {config.sequence_length}",
             where=f"{where}, data.sequence_length",
-            why="a sequence and the label of its last token are taken from the data without a gap",
-            fix=f"give more data, or set data.sequence_length = {num_tokens - 1} or less",
+            why="a sequence and the label of its last token are consecutive in the data",
+            fix=f"use more data, or set data.sequence_length = {num_tokens - 1} or less",
         )
     raise ConfigError(
         "the data is empty",
         where=where,
-        why="there is nothing to learn from",
-        fix="name files with text in them",
+        why="training needs data",
+        fix="set data.source to files with text",
     )

@@ -128,14 +128,14 @@ class TokenizerFile:
             raise ConfigError(
                 f"cannot read the tokenizer {file}: {(error.strerror or type(error).__name__).lower()}",
                 where="data.tokenizer",
-                why=f"it is `bytes`, or a {_FILE}, or the folder that holds one",
-                fix="set data.tokenizer = bytes, or name an existing file",
+                why=f"it is `bytes`, a {_FILE}, or its folder",
+                fix="set data.tokenizer = bytes, or an existing file",
             ) from None
         except Exception as error:  # the library raises bare Exceptions
             raise ConfigError(
                 f"{file} is not a tokenizer: {error}",
                 where="data.tokenizer",
-                why="it is read by the tokenizers library",
+                why="the tokenizers library reads it",
                 fix=f"name a {_FILE} as saved by `tokenizer.save_pretrained`",
             ) from None
         # A file may enable both, which would silently truncate documents.
@@ -176,7 +176,7 @@ def check_vocabulary(tokenizer: Tokenizer, name: str, vocab_size: int | None) ->
     """Raise a ConfigError unless the model has a row for every token of the tokenizer."""
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"the tokenizer {name!r} makes {tokenizer.vocab_size} tokens, the model knows {vocab_size}",
+            f"the tokenizer {name!r} makes {tokenizer.vocab_size} tokens, the model has {vocab_size}",
             where="data.tokenizer, model",
             why="every token id needs a row in the model's embedding",
             fix=f"name the model's own tokenizer, or set model_options.vocab_size = {tokenizer.vocab_size}",
@@ -285,10 +285,10 @@ class ReadySamples:
             return {key: torch.stack([torch.as_tensor(item[key]) for item in items]) for key in items[0]}
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise ConfigError(
-                f"items of {self._name} cannot be put together: {type(error).__name__}: {error}",
+                f"items of {self._name} cannot be collated: {type(error).__name__}: {error}",
                 where=f"data.source = {self._name}",
                 why="an item is a mapping of tensors, with the same keys and shapes in every item",
-                fix="give all items one shape, or give the object a method collate(items) that returns the batch",
+                fix="use one shape for all items, or add a method collate(items) that returns the batch",
             ) from error
 
 
@@ -307,7 +307,7 @@ def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:
     least, most = (int(bound) for bound in tokens.aminmax())
     if least < 0 or most >= vocab_size:
         raise ConfigError(
-            f"the data holds token {least if least < 0 else most}, the model knows 0 to {vocab_size - 1}",
+            f"the data holds token {least if least < 0 else most}, the model has 0 to {vocab_size - 1}",
             where=where,
             why="every token id needs a row in the model's embedding",
             fix="name the model whose tokenizer made the data, or check data.token_dtype; "
