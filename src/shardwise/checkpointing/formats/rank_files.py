@@ -1,4 +1,4 @@
-"""Folders with one torch file a rank, as FSDP1 scripts write them."""
+"""Folders with one torch file per rank, as written by FSDP1 scripts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _is_state(path: KeyPath) -> bool:
 
 
 def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor:
-    """One tensor out of all ranks' files, which is at `path` of their state dicts."""
+    """Merge one tensor, at `path` of the state dicts in all ranks' files."""
     here = [(rank, file, file.state.tensors[name]) for rank, file in enumerate(ranks) if name in file.state.tensors]
     _, file, first = here[0]
     if len({type(ref) for _, _, ref in here}) > 1:
@@ -98,7 +98,7 @@ def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor
 
 
 def _parts(name: str, ref: Ref, rank: int, file: TorchFile) -> Sequence[tuple[ChunkSpec, TensorRef]]:
-    """What a rank holds of a tensor."""
+    """Return a rank's chunks of a tensor."""
     if isinstance(ref, TensorRef):
         return [(ChunkSpec.whole(ref.shape), ref)]
     if isinstance(ref, ShardedRef):
@@ -110,7 +110,7 @@ def _parts(name: str, ref: Ref, rank: int, file: TorchFile) -> Sequence[tuple[Ch
 
 
 def _concatenated(name: str, here: Sequence[tuple[TorchFile, Ref]]) -> StoredTensor:
-    """Flat optimizer state: what the ranks hold, one after the other."""
+    """Concatenate flat optimizer state of the ranks."""
     chunks: list[StoredChunk] = []
     at, dtype = 0, here[0][1].dtype
     for file, ref in here:
@@ -150,7 +150,7 @@ def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> 
 
 
 def read_rank_files(folder: storage.Place) -> Contents:
-    """Put the files of all ranks together; a rank may have several (a model's and an optimizer's).
+    """Merge the files of all ranks; a rank may have several (a model's and an optimizer's).
 
     The format is `fsdp1-local` where tensors are flat parameters, which need the model's definition, or a recorded
     layout, to be told apart; else `fsdp1-sharded`.
@@ -203,7 +203,7 @@ def read_rank_files(folder: storage.Place) -> Contents:
 
 
 def _check_alike(ranks: Sequence[TorchFile]) -> None:
-    """Every file must hold what a rank holds, and be the file of the rank that its name says."""
+    """Raise unless every file contains a rank's state and matches the rank in its name."""
     first = ranks[0]
     for file in ranks:
         is_alike = _root_of(file.state.structure) == _root_of(first.state.structure)

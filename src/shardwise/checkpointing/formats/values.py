@@ -48,7 +48,7 @@ def encode_value(value: object, where: str = "") -> Any:
 
 
 def decode_value(encoded: Any) -> Any:
-    """What `encode_value` was given."""
+    """Decode a value of `encode_value`."""
     if isinstance(encoded, list):
         return [decode_value(item) for item in encoded]
     if not isinstance(encoded, dict):
@@ -87,7 +87,7 @@ def _encode_foreign(value: object, where: str) -> Any:
 
 
 def unreadable_value(encoded: Any, what: str = "a stored value") -> CheckpointError:
-    """The error for what no version that this one knows has encoded."""
+    """Return the error for an unknown encoding."""
     return CheckpointError(
         f"{what} is not readable: {str(encoded)[:120]}",
         why="it was written by a newer version, or it is damaged",
@@ -133,7 +133,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def put_together(parts: Mapping[KeyPath, Any]) -> Any:
-    """A nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
+    """Build a nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
     if set(parts) == {()}:
         return parts[()]
     children: dict[str | int, dict[KeyPath, Any]] = {}
