@@ -17,7 +17,7 @@ from shardwise import compat
 from shardwise.checkpointing import state as run_state
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.values import put_together
+from shardwise.checkpointing.formats.values import nest
 from shardwise.checkpointing.names import (
     Matched,
     ModelTensor,
@@ -266,7 +266,7 @@ class LoadPlan:
             if layout is not None:
                 put(run_state.unflatten(layout, found))
             else:
-                put(put_together({self._path(name)[len(path) :]: item for name, item in found.items()}))
+                put(nest({self._path(name)[len(path) :]: item for name, item in found.items()}))
 
         self._finish.append(finish)
 
@@ -349,7 +349,7 @@ class LoadPlan:
             if not parts:  # it had none when it was saved
                 optimizer.state.pop(parameter, None)
                 return
-            optimizer.state[parameter] = put_together({
+            optimizer.state[parameter] = nest({
                 keys: local_tensor(part) if kinds.get(keys) == "local" else part for keys, part in parts.items()
             })  # fmt: skip
 
@@ -359,7 +359,7 @@ class LoadPlan:
         """Plan to set a group's options; return what they will be."""
         tensors, values = self.contents.tensors, self.contents.values
         parts = {keys: self._read_whole(name) if name in tensors else values[name] for keys, name in stored.items()}
-        options = put_together(parts) if parts else {}
+        options = nest(parts) if parts else {}
         options = {key: value for key, value in options.items() if key not in run_state.LIVE_OPTIONS}
 
         def finish() -> None:

@@ -253,7 +253,7 @@ def _leaves(state: Mapping[str, Any], start: KeyPath) -> Iterator[tuple[KeyPath,
 def kind_of(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Kind:
     """How a state tensor is laid out, compared with its parameter."""
     if isinstance(tensor, DTensor):
-        if isinstance(parameter, DTensor) and _is_alike(tensor, parameter):
+        if isinstance(parameter, DTensor) and _has_same_layout(tensor, parameter):
             return "like"
         return [f"S({each.dim})" if type(each) is Shard else "R" for each in tensor.placements]
     if not isinstance(parameter, DTensor):
@@ -303,7 +303,7 @@ def parameter_names(models: Mapping[str, list[Any]]) -> dict[int, str]:
     }
 
 
-def _is_alike(tensor: DTensor, parameter: DTensor) -> bool:
+def _has_same_layout(tensor: DTensor, parameter: DTensor) -> bool:
     ours, theirs = tensor.device_mesh, parameter.device_mesh
     same_mesh = ours is theirs or ours == theirs  # comparing meshes takes long
     return same_mesh and tensor.placements == parameter.placements and tensor.shape == parameter.shape

@@ -132,7 +132,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def put_together(parts: Mapping[KeyPath, Any]) -> Any:
+def nest(parts: Mapping[KeyPath, Any]) -> Any:
     """Build a nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
     if set(parts) == {()}:
         return parts[()]
@@ -143,7 +143,7 @@ def put_together(parts: Mapping[KeyPath, Any]) -> Any:
                 "a stored name is both a value and a prefix of other names", why="names must be unique"
             )
         children.setdefault(path[0], {})[path[1:]] = value
-    made = {key: put_together(below) for key, below in children.items()}
+    made = {key: nest(below) for key, below in children.items()}
     if all(isinstance(key, int) for key in made):
         return [made[key] for key in sorted(made)]
     return made

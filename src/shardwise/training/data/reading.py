@@ -317,7 +317,7 @@ def find_starts(stream: TokenStream) -> Tensor:
         )
     parts = [torch.zeros(1, dtype=torch.int64)]
     for first in range(0, stream.num_tokens, _CHUNK_TOKENS):
-        ends = (stream.piece(first, _CHUNK_TOKENS) == stream.end_id).nonzero().flatten()
+        ends = (stream.stored_tokens(first, _CHUNK_TOKENS) == stream.end_id).nonzero().flatten()
         parts.append(ends + (first + 1))
     starts = torch.cat(parts)
     return starts[starts < stream.num_tokens]
@@ -362,7 +362,7 @@ def open_token_files(
     most = -1  # in windows spread over the stream; in all of a small one
     where = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
     for first in range(0, stream.num_tokens, max(_WINDOW_TOKENS, stream.num_tokens // _NUM_WINDOWS)):
-        window = stream.piece(first, _WINDOW_TOKENS)
+        window = stream.stored_tokens(first, _WINDOW_TOKENS)
         sampling.check_tokens(window, vocab_size if vocab_size is not None else 1 << 62, where)
         most = max(most, int(window.max()))
     if most < tokenizer.vocab_size:
@@ -429,9 +429,9 @@ class Spool:
         with file.open("rb") as opened:
             if b"\0" in opened.read(8192):
                 raise ValueError("it has zero bytes")
-        self._add(self._pieces(file), 0)
+        self._add(self._token_chunks(file), 0)
 
-    def _pieces(self, file: Path) -> Iterator[Sequence[int]]:
+    def _token_chunks(self, file: Path) -> Iterator[Sequence[int]]:
         """Yield the tokens of a text that may be larger than memory, split at line ends if possible."""
         if isinstance(self._tokenizer, Bytes):  # any text, whatever its encoding
             with file.open("rb") as raw:

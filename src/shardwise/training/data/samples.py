@@ -53,7 +53,7 @@ class TokenStream:
 
         Beyond the end of the stream they hold zeros.
         """
-        tokens = torch.stack([self._stretch(first, length) for first in firsts.tolist()]).to(torch.int64)
+        tokens = torch.stack([self._token_range(first, length) for first in firsts.tolist()]).to(torch.int64)
         if self.starts is None:
             return tokens, None if self.end_id is None else F.pad(tokens[:, :-1] == self.end_id, (1, 0)), None
         places = firsts[:, None] + torch.arange(length)
@@ -62,11 +62,11 @@ class TokenStream:
         is_prompt = None if self.prompt_lengths is None else places - begins < self.prompt_lengths[documents]
         return tokens, F.pad((places == begins)[:, 1:], (1, 0)), is_prompt
 
-    def piece(self, first: int, length: int) -> Tensor:
+    def stored_tokens(self, first: int, length: int) -> Tensor:
         """Return tokens as stored, for checks."""
-        return self._stretch(first, min(length, self.num_tokens - first)).to(torch.int64)
+        return self._token_range(first, min(length, self.num_tokens - first)).to(torch.int64)
 
-    def _stretch(self, first: int, length: int) -> Tensor:
+    def _token_range(self, first: int, length: int) -> Tensor:
         """Return tokens as stored; a view if they are in one segment."""
         index = bisect_right(self._offsets, first) - 1
         begin = first - self._offsets[index]
