@@ -407,6 +407,6 @@ def _at(path: Path) -> CheckpointRef:
             f"there is no checkpoint at {path}" + ("" if path.exists() else ": it does not exist"),
             where="checkpoint.resume",
             why="a run resumes from a complete checkpoint; incomplete ones are ignored",
-            fix="set it to a run's folder or one of its checkpoints, or to auto",
+            fix="set it to a run's folder or one of its checkpoints, or checkpoint.resume = auto",
         )
     return CheckpointRef(0, path, kind)
