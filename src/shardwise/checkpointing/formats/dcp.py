@@ -71,7 +71,7 @@ def _entries(fields: Mapping[str, Any], subfolder: str) -> tuple[_Tensors, dict[
         if not isinstance(name, str) or not isinstance(place["relative_path"], str):
             raise ValueError(f"{name!r}: no place in a file")
         if place.get("transform_descriptors"):
-            raise ValueError(f"{name} was stored through {place['transform_descriptors']},which only torch can decode")
+            raise ValueError(f"{name} was stored through {place['transform_descriptors']}, which only torch can decode")
         file = subfolder + place["relative_path"]
         stream = TorchStream(file, count_of(place["offset"]), count_of(place["length"]), name)
         streams[name, None if start is None else sizes_of(start)] = stream

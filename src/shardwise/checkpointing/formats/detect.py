@@ -62,7 +62,7 @@ def require_names(contents: Contents, *, optimizers: bool = True) -> None:
         raise reason
     what = f"{flat} flat parameters (FSDP1's LOCAL state dict)" if flat else "an optimizer that numbers its parameters"
     raise CheckpointError(
-        f"the checkpoint holds {what},and the files do not name the parameters",
+        f"the checkpoint holds {what}, and the files do not name the parameters",
         where=str(contents.path),
         why="their names and shapes are only in the model's definition or a recorded layout",
         fix=f"pass the model (`--model MODEL`, or model=), or put a {fsdp1.LAYOUT_FILE} beside the files",
