@@ -59,7 +59,7 @@ class StagedTensor:
 
 
 class Arena:
-    """One run of shared memory, replaced by a larger one when it must hold more."""
+    """A block of shared memory, which grows by replacement."""
 
     def __init__(self) -> None:
         self.descriptor = -1
@@ -71,7 +71,7 @@ class Arena:
         self._is_pinned = False
 
     def place(self, staged_tensors: Sequence[StagedTensor]) -> None:
-        """Give every tensor its place, and make room for them. What the arena held is lost if it must grow."""
+        """Assign an offset to every tensor, and grow if needed, which discards the contents."""
         end = 0
         # What a GPU copies in one go lies together.
         for staged in sorted(staged_tensors, key=lambda each: (not each.unchanged_until_step, str(each.memory.device))):
@@ -92,15 +92,15 @@ class Arena:
             self._is_pinned = compat.pin_host_memory(self._address(), self.num_bytes)
 
     def touch(self) -> None:
-        """Have the system give out all of the memory now rather than page by page while it is written."""
+        """Fault in all pages now."""
         ctypes.memset(self._address(), 0, self.num_bytes)
 
     def view(self) -> memoryview:
-        """All bytes; none where there is no memory yet."""
+        """Return all bytes; empty without memory."""
         return memoryview(self._map if self._map is not None else b"")
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """Room for a copy of `like`, contiguous."""
+        """Return a contiguous tensor for a copy of `like`."""
         assert self._map is not None
         if like.numel() == 0:
             return torch.empty(like.shape, dtype=like.dtype, device="cpu")
@@ -108,7 +108,7 @@ class Arena:
         return flat.view(like.dtype).view(like.shape)
 
     def close(self) -> None:
-        """Give the memory back, once nobody looks at it any more."""
+        """Free the memory when it has no more readers."""
         if self._is_pinned:
             compat.unpin_host_memory(self._address())
         if self.descriptor >= 0:
@@ -121,7 +121,7 @@ class Arena:
 
 
 def wait_for_copies() -> None:
-    """Return once no tensor is being copied any more; call it before changing one in the middle of a step.
+    """Wait for all copies; call it before changing a tensor in the middle of a step.
 
     Optimizer steps and `EMA.update` do so themselves. Almost free when nothing is being saved.
     """
@@ -148,7 +148,7 @@ class AsyncCopy:
             _active.add(self)
 
     def run(self) -> None:
-        """Copy what was not copied at once, and wait for the GPU; in a thread of its own."""
+        """Copy the remaining tensors and wait for the GPU; in a separate thread."""
         try:
             with torch.no_grad():
                 for staged in self._later:
@@ -176,7 +176,7 @@ class AsyncCopy:
             )
 
     def gate(self) -> None:
-        """Hold back whoever is about to change the sources; on a GPU, what is queued after this."""
+        """Block changes of the sources until they are copied; on a GPU, block later kernels."""
         if self._later:
             self._is_copied.wait()
         self._judge()

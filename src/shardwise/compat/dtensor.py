@@ -51,7 +51,7 @@ def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a mesh as one, a slice of the same root mesh; the same one each time.
+    """Return the flattened mesh, a slice of the same root mesh; cached.
 
     Ranks:
         Collective, the first time.
@@ -134,12 +134,12 @@ def watch_data(
 
 
 def copy_memory(tensor: DTensor) -> None:
-    """Let a DTensor hold its part in memory of its own."""
+    """Copy the local tensor of a DTensor to new memory."""
     tensor._local_tensor = tensor._local_tensor.clone()
 
 
 def reduce_in_place(tensor: DTensor) -> None:
-    """Let a DTensor that is still to be reduced hold the whole on every rank."""
+    """Reduce a partial DTensor in place; every rank gets the full tensor."""
     whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
     tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
 

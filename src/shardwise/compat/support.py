@@ -1,4 +1,4 @@
-"""Which versions of torch are tested, and which of its private parts shardwise needs. Names only: nothing is called."""
+"""Tested torch versions, and private APIs that shardwise needs. Names only: nothing is called."""
 
 import functools
 import inspect
@@ -88,7 +88,7 @@ NEEDED: dict[str, str] = {
 
 @functools.cache
 def check_torch() -> None:
-    """Look once for everything private that shardwise needs of torch; warn about a torch outside the tested range.
+    """Check once for all private APIs that shardwise needs; warn about an untested torch.
 
     Raises:
         EnvironmentProblem: Something is missing.
@@ -109,7 +109,7 @@ def check_torch() -> None:
 
 
 def missing_attributes() -> Iterator[str]:
-    """Each entry of `NEEDED` that the installed torch does not have."""
+    """Return the entries of `NEEDED` that the installed torch lacks."""
     for place, names in NEEDED.items():
         module, _, owner_name = place.partition(":")
         try:

@@ -53,7 +53,7 @@ class WholeValue(torch.autograd.Function):
 
 
 class OutsideTensor(DTensor):
-    """The class of sharded parameters, and of DTensors computed from them, while they are used outside."""
+    """Class of sharded parameters, and of DTensors computed from them, in code outside the model."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ _COMPUTED: dict[int, weakref.ref[DTensor]] = {}
 
 
 def _call(func: Any, args: Any, kwargs: Any, tensors: Iterable[Any]) -> Any:
-    """Call on DTensors; what comes of it is used outside too."""
+    """Call a function on DTensors; the results are OutsideTensors."""
     with _as_dtensors(tensors), compat.without_torch_functions():
         result = func(*args, **kwargs)
     for made in find_tensors(result) if _OPEN else ():
@@ -134,7 +134,7 @@ _OPEN: weakref.WeakSet["OutsideUse"] = weakref.WeakSet()
 
 
 class OutsideUse:
-    """The parameters of one root, between its forward and what follows."""
+    """The parameters of one root, between its forward and the next backward, step or forward."""
 
     def __init__(self, groups: Iterable[Any], others: Iterable[Any]) -> None:
         """`others`: parameters that are in no group, at any time."""
@@ -144,7 +144,7 @@ class OutsideUse:
         self.is_in_forward = False
 
     def begin(self) -> None:
-        """Show the shards."""
+        """Register the shards."""
         self.is_in_forward = False
         for group in self.groups:
             if compat.is_unsharded(group):
@@ -157,7 +157,7 @@ class OutsideUse:
         _OPEN.add(self)
 
     def begin_forward(self) -> None:
-        """Let code in the forward reach parameters of groups that are sharded at the time."""
+        """Allow forward code to use parameters of sharded groups."""
         shards = [parameter for group in self.groups for parameter in compat.sharded_parameters(group)]
         self._parameters = [parameter for parameter in shards if type(parameter) is DTensor]
         _set_class(self._parameters, OutsideTensor)
@@ -165,12 +165,12 @@ class OutsideUse:
         _OPEN.add(self)
 
     def begin_again(self) -> None:
-        """Begin after a backward, if another one is still to come."""
+        """Begin after a backward, if another one follows."""
         if any(map(compat.is_unsharded, self.groups)):
             self.begin()
 
     def end(self) -> None:
-        """Let torch compute with DTensors again."""
+        """Restore plain DTensors."""
         _set_class(self._parameters, DTensor)
         self._parameters, self.is_in_forward = [], False
         _OPEN.discard(self)
@@ -210,7 +210,7 @@ _OF_SEVERAL = (
 
 @functools.cache
 def mend_operators() -> None:
-    """Answer them for the whole tensor, in this process, from now on."""
+    """Register operators that compute on the full tensor, in this process."""
     compat.answer_operator(_aten._local_scalar_dense.default, _item)
     compat.answer_operator(_aten.index_put_.default, _write_masked)
     for operator in (_aten.pow_.Scalar, _aten.clamp_min_.default):

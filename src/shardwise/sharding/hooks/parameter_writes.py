@@ -1,4 +1,4 @@
-"""Writes to parameters of a sharded model mean what they say, in whatever state the parameter is."""
+"""Writes to parameters of a sharded model, in any state of the parameter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShardUses:
 
 
 def watch_writes(model: nn.Module) -> None:
-    """Keep what is written to the model's parameters, sharded or unsharded; repeatable.
+    """Preserve writes to the model's parameters, sharded or unsharded; idempotent.
 
     FSDP2 frees an unsharded parameter and all that forward wrote into it (a logit scale that is clamped, a teacher that
     is moved); each write is copied into the shard first. `parameter.data = value` copies the values: torch would
@@ -93,7 +93,7 @@ def _note_versions(group: Any) -> None:
 
 
 def write_back(group: Any) -> None:
-    """Copy what was written into unsharded parameters to the shards, before the former are freed or hidden."""
+    """Copy writes to unsharded parameters to the shards, before the former are freed or hidden."""
     is_written = False
     for parameter, sharded in zip(compat.unsharded_parameters(group), compat.sharded_parameters(group), strict=True):
         if parameter.__dict__.get(_VERSION, 0) != (0 if parameter.is_inference() else parameter._version):

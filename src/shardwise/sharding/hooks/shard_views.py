@@ -86,7 +86,7 @@ class ShardView(DTensor):
 
 
 def watch_views() -> None:
-    """Let views of sharded parameters be written to, in this process, from now on."""
+    """Support writes to views of sharded parameters, in this process."""
     for operator in _VIEWS:
         compat.answer_operator(
             operator, lambda plain, args, kwargs, operator=operator: _view(operator, args, kwargs, plain)
