@@ -22,7 +22,6 @@ REFUSED = {
     "deep_copy": "copy.deepcopy of a sharded",
     "gradients_by_parameters": "gradients with respect to parameters",
     "lazy_modules_not_yet_built": "parameters without a shape yet",
-    "vectors_of_parameters": "was assigned one of",
     "weights_of_losses_read_before": "was combined with what the model returned",
 }
 FAST = [

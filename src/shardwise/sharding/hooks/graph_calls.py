@@ -225,14 +225,14 @@ class GraphCalls:
                 todo += [node for node, _ in node.next_functions if node is not None]
         return all(call in arrived for call in outermost if call.is_pending)
 
-    def _nodes(self) -> set[Any]:
-        """Every node that this backward may run."""
-        seen: set[Any] = set()
+    def _nodes(self) -> Iterable[Any]:
+        """Every node that this backward may run, in the same order on all ranks."""
+        seen: dict[Any, None] = {}
         todo = [node for node in self._roots if node is not None]
         while todo:
             node = todo.pop()
             if node not in seen:
-                seen.add(node)
+                seen[node] = None
                 todo += [child for child, _ in node.next_functions if child is not None]
         return seen
 

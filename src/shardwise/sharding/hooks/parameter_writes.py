@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import compat
 from shardwise.errors import ShardError
-from shardwise.sharding.inventory import local_part, local_tensor
+from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
 
 _MARK = "_shardwise_sharded"
 _VERSION = "_shardwise_version"
@@ -148,7 +148,11 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 
 def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
-    """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
+    """Copy the values in place; False leaves it to torch, where it is not ours and of another kind.
+
+    Ranks:
+        Collective where the value is laid out otherwise.
+    """
     ShardUses.count += 1
     if is_watched(tensor):
         _refuse_other_kind(tensor, value)
@@ -157,14 +161,9 @@ def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     elif value.shape != tensor.shape or value.dtype != tensor.dtype or any(p.is_partial() for p in tensor.placements):
         return False
     local = local_tensor(tensor)
-    own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, tensor)
     if isinstance(value, DTensor) and value.placements != tensor.placements:
-        raise ShardError(
-            f"`.data` of a tensor laid out as {tensor.placements} was assigned one of {value.placements}",
-            where="parameter.data = ...",
-            why="ranks would get parts of other ranks",
-            fix="assign a tensor of the same layout, or the whole tensor",
-        )
+        value = full_tensor(value)
+    own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, tensor)
     if not local.is_meta and own.data_ptr() != local.data_ptr():
         for data in (reference() for reference in _HANDED_OUT.pop(tensor, ())):
             if data is not None and local_tensor(data).data_ptr() == local.data_ptr():
