@@ -457,3 +457,80 @@ def test_function_of_the_program_that_is_named_like_a_helper_stays_its_own():
     assert "x = _no_sync(model)\nwith _fsdp2_no_sync(model):" in text
     assert "def _fsdp2_no_sync(model):" in text
     assert moved(text, imports="")[0] == text
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("FSDP.clip_grad_norm_(model, max_norm=1.0)", "torch.nn.utils.clip_grad_norm_(model.parameters(), max"),
+        ("fsdp.FullyShardedDataParallel.clip_grad_norm_(model, 1.0)", "torch.nn.utils.clip_grad_norm_(model.param"),
+        ("clip = FSDP.clip_grad_norm_\nclip(model, 1.0)", "clip = FSDP.clip_grad_norm_\ntorch.nn.utils.clip_"),
+        ("with FSDP.no_sync(model):\n    pass", "with _no_sync(model):"),
+        ("FSDP.forward(\n    model,  # it\n    batch,\n)", "model(\n    # it\n    batch,\n)"),
+        ("state = FSDP.state_dict(model)", "state = get_model_state_dict(model, options="),
+        ("for one in FSDP.modules(model):\n    pass", "for one in model.modules():"),
+        ("FSDP.clip_grad_norm_(build(), 1.0)", "FSDP.clip_grad_norm_(build(), 1.0)"),
+    ],
+)  # fmt: skip
+def test_methods_called_on_the_class_with_the_model_first_are_methods_of_the_model(call: str, expected: str):
+    text, findings = moved(f"import torch.distributed.fsdp as fsdp\n\nmodel = FSDP(model)\n{call}\n")
+    assert f"\n{expected}" in text
+    assert (status_of(findings, "SW131") == STAYS) is ("FSDP." in expected)
+
+
+def test_file_without_anything_to_rewrite_keeps_its_calls_on_the_class():
+    text = f"{IMPORTS}def clip(model):\n    FSDP.clip_grad_norm_(model, 1.0)\n"
+    found = together({"clip.py": text, "build.py": f"{IMPORTS}import clip\nmodel = FSDP(model, device_ids=[0])\n"})
+    assert found["clip.py"][0] == text
+
+
+INITIALISE = """
+def prepare(self, *things):
+    made = [FSDP(one) if isinstance(one, torch.nn.Module) else None for one in things]
+    for one in [*things, *made]:
+        if isinstance(one, torch.nn.Module):
+            continue
+        elif isinstance(one, torch.optim.Optimizer):
+            one = self.build_optimizer(one)
+            one.load_state_dict(state)
+        made.append(one)
+    return made
+"""
+
+
+def test_object_that_a_check_says_is_no_module_is_not_treated_as_a_model():
+    text, findings = moved(INITIALISE)
+    assert "    one = self.build_optimizer(one)\n            one.load_state_dict(state)\n" in text
+    assert not {one.code for one in findings} & {"SW111", "SW138"}
+
+
+SCALER = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n\n"
+
+
+@pytest.mark.parametrize(
+    ("wrap", "own"),
+    [
+        ("FSDP(model)", False),
+        ("FSDP(model, ignored_modules=[model.head])", True),
+        ("FSDP(model, process_group=group)", True),
+        ("FSDP(model.half())", True),
+    ],
+)
+def test_scaler_meets_whole_or_float16_gradients_or_ranks_outside_of_the_mesh(wrap: str, own: bool):
+    body = f"model = {wrap}\nscaler = ShardedGradScaler(enabled=fp16, process_group=group)\n"
+    text, _ = moved(f"{SCALER}{body}is_one = isinstance(scaler, ShardedGradScaler)\n")
+    expected = "_GradScaler(enabled=fp16, process_group=group)" if own else "torch.amp.GradScaler(enabled=fp16)"
+    assert f"scaler = {expected}\n" in text
+    assert "isinstance(scaler, torch.amp.GradScaler)" in text
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", []), (", ignored_states=some", STAYS)])
+def test_torchs_own_scaler_is_reported_where_some_gradients_are_whole(given: str, expected: list[Status]):
+    _, findings = moved(f"model = FSDP(model{given})\nscaler = torch.cuda.amp.GradScaler()\n")
+    assert status_of(findings, "SW122") == expected
+
+
+@pytest.mark.parametrize("low", ["model.half()", "load(path, torch_dtype=kind)", "model.to(device, torch.bfloat16)"])
+def test_norm_of_parameters_in_low_precision_is_taken_by_a_function_of_its_own(low: str):
+    text, _ = moved(f"model = {low}\nmodel = FSDP(model)\nmodel.clip_grad_norm_(1.0)\n")
+    assert text.endswith("\n_clip_grad_norm(model.parameters(), 1.0)\n")

@@ -534,6 +534,12 @@ class ProgramFlow:
             self._linked[path] = found
         return self._linked[path]
 
+    def fed_by(self, path: str, among: Iterable[str]) -> list[str]:
+        """The files whose models may come to one: some file imports both, itself or through others; all, if none do."""
+        around = [one for one in map(self.reached_by, self.files) if path in one]
+        among = list(among)
+        return [one for one in among if any(one in reached for reached in around)] or among
+
     def _grow(self, known: set[ObjectRef], values: Values, *keys: object) -> None:
         if len(known) + len(values) > _MAX_VALUES:
             values = frozenset(filter(is_of_wrapped, values))

@@ -8,8 +8,9 @@ import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, assemble
-from shardwise.fsdp1.codemod.flow import Holds, flow_of
+from shardwise.fsdp1.codemod.flow import Holds, flow_of, wraps_models
 from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
+from shardwise.fsdp1.codemod.state_calls import shards_in_groups
 from shardwise.source.syntax import (
     FSDP1,
     Comprehension,
@@ -88,7 +89,7 @@ def rewrite_clipping(draft: FileDraft) -> None:
 def _is_model(draft: FileDraft, call: ast.Call, node: ast.expr) -> bool:
     """Plain modules have no such method; accelerators and engines of other libraries do, and take the parameters."""
     last = draft.source(node).rpartition(".")[2].lower()
-    if draft.sharded.has_own(node, "clip_grad_norm_"):
+    if draft.sharded.has_own(node, "clip_grad_norm_") or draft.program.is_fsdp(draft.context, node):
         return False
     if draft.holds(node) or last.endswith(("model", "module", "net")) or last == "fsdp":
         return True
@@ -101,7 +102,8 @@ def _rewrite_method(draft: FileDraft, call: ast.Call, func: ast.Attribute) -> No
     if draft.target == "shardwise":
         name, given = f"{draft.name('sw')}.clip_grad_norm_", draft.source(func.value)
     else:
-        is_plain = isinstance(draft.context.parents[call], ast.Expr) and not _ignores(draft.program)
+        is_plain = isinstance(draft.context.parents[call], ast.Expr)
+        is_plain = is_plain and not _ignores(draft.program) and not _is_low(draft.program)
         name = f"{draft.name('torch')}.nn.utils.clip_grad_norm_" if is_plain else draft.helper("_clip_grad_norm")
         given = f"{draft.source(func.value)}.parameters()"
     draft.edit(*draft.span(func), name)
@@ -139,6 +141,17 @@ def _ignores(program: Program) -> bool:
     """Whether some parameters may be left whole, whose gradients torch does not clip together with DTensors."""
     given = [one.arg for file in flow_of(program).files.values() for call in file.constructors for one in call.keywords]
     return any(name is None or name.startswith("ignored") for name in given)
+
+
+_LOW = re.compile(
+    r"\btorch_dtype\b|default_(?:tensor_)?(?:d?type)\(|\.half\(\)|\.bfloat16\(\)|\.to\([^()]*torch\.(?:b?float16|half)"
+)
+
+
+@once
+def _is_low(program: Program) -> bool:
+    """Whether parameters may be in float16 or bfloat16, in which FSDP1 took no norms."""
+    return any(map(_LOW.search, program.texts.values()))
 
 
 FORWARD_CODE = "SW136"
@@ -323,17 +336,26 @@ def rewrite_scalers(draft: FileDraft) -> None:
         parent = draft.context.parents[node]
         if draft.context.origins(node) != {_SCALER} or isinstance(parent, ast.Attribute):
             continue
-        draft.replace(node, f"{draft.name('torch')}.amp.GradScaler")
-        if isinstance(parent, ast.Call) and parent.func is node:
-            listed = read_arguments(draft.context, parent)
+        is_call, name = isinstance(parent, ast.Call) and parent.func is node, "torch.amp.GradScaler"
+        is_own = is_call and (_ignores(draft.program) or _is_low(draft.program) or shards_in_groups(draft.program))
+        draft.replace(node, draft.helper("_GradScaler") if is_own else f"{draft.name('torch')}.amp.GradScaler")
+        if is_call:
+            listed = read_arguments(draft.context, parent)  # pyrefly: ignore
             for argument in listed.arguments:
-                argument.is_dropped = argument.name == "process_group"
+                argument.is_dropped = argument.name == "process_group" and not is_own
             for first in listed.arguments[:1]:
                 is_text = isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
                 if not first.name and not is_text and isinstance(first.value, ast.Constant | ast.BinOp):
                     listed.rename(first, "init_scale")  # torch's first argument was the scale once
             draft.edits += listed.edits()
-        draft.rewritten("SW122", node, "ShardedGradScaler became torch.amp.GradScaler")
+        own = "a torch.amp.GradScaler that takes whole and float16 gradients too, and agrees over all ranks"
+        draft.rewritten("SW122", node, f"ShardedGradScaler became {own if is_own else name}")
+    for call in draft.context.calls_to("torch.amp.GradScaler", "torch.cuda.amp.GradScaler"):
+        if _ignores(draft.program) and wraps_models(draft.program) and call not in draft.emitted:
+            message = "unscale_() raises where some gradients are whole, of ignored parameters, beside DTensors"
+            draft.undecided(
+                "SW122", call, message, "one optimizer and scaler for each kind, or shardwise.fsdp1's ShardedGradScaler"
+            )
 
 
 RESHARD_CODE = "SW138"

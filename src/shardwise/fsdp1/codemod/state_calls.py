@@ -118,11 +118,12 @@ _RANK_OF_GROUP = re.compile(
 
 def _tells_groups_apart(draft: FileDraft) -> bool:
     """Whether a file asks for the first rank of a group, and models may be sharded over groups: each has a rank 0."""
-    return _RANK_OF_GROUP.search(draft.context.text) is not None and _shards_in_groups(draft.program)
+    return _RANK_OF_GROUP.search(draft.context.text) is not None and shards_in_groups(draft.program)
 
 
 @once
-def _shards_in_groups(program: Program) -> bool:
+def shards_in_groups(program: Program) -> bool:
+    """Whether models may be sharded over some of the ranks."""
     for file in flow_of(program).files.values():
         for call in file.constructors:
             given = {one.arg: one.value for one in call.keywords}
