@@ -594,7 +594,9 @@ def _load_model_state(model, state, kind, strict=True):
 
 
 def _optimizer_state(model, optimizer, kind, config=None):
-    """What FSDP.optim_state_dict(model, optimizer) gave under FSDP1's state_dict_type."""
+    """What FSDP.optim_state_dict(model, optimizer) gave under FSDP1's state_dict_type; {} before any step."""
+    if not optimizer.state:
+        return {}
     offload, rank0_only = getattr(config, "offload_to_cpu", True), getattr(config, "rank0_only", False)
 
     def get(options):

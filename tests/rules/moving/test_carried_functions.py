@@ -466,3 +466,36 @@ def test_scaler_takes_whole_and_float16_gradients_and_ranks_of_other_meshes_skip
     assert scale == expected[0] == 2.0
     assert sums == pytest.approx(expected[1], rel=1e-2)
     assert norm == pytest.approx(expected[2], rel=1e-2)
+
+
+SAVED = """
+from torch.distributed.fsdp import StateDictType
+
+
+def wrap(model):
+    return FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def save(model, optimizer, kind=StateDictType.FULL_STATE_DICT):
+    with FSDP.state_dict_type(model, kind):
+        return FSDP.optim_state_dict(model, optimizer), FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+"""
+
+
+@SHARED
+@ranks(2)
+def test_state_taken_of_an_optimizer_before_its_first_step_leaves_it_as_it_is(rank: int, target: str):
+    def after(space: dict[str, Any]) -> tuple[list[Any], list[float]]:
+        torch.manual_seed(0)
+        model = space["wrap"](nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sizes = []
+        for step in range(3):
+            sizes += [len(one.get("state", {})) for one in space["save"](model, optimizer)]
+            (model(torch.ones(2, 4)) * step).pow(2).sum().backward()
+            optimizer.step()
+        return sizes, [float(one.sum()) for one in whole(model).values()]
+
+    with fsdp1_warns():
+        expected = after(run(HEADER + SAVED))
+    assert after(moved(SAVED, target)) == (expected[0], pytest.approx(expected[1]))

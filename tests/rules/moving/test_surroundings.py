@@ -534,3 +534,100 @@ def test_torchs_own_scaler_is_reported_where_some_gradients_are_whole(given: str
 def test_norm_of_parameters_in_low_precision_is_taken_by_a_function_of_its_own(low: str):
     text, _ = moved(f"model = {low}\nmodel = FSDP(model)\nmodel.clip_grad_norm_(1.0)\n")
     assert text.endswith("\n_clip_grad_norm(model.parameters(), 1.0)\n")
+
+
+COLLECTIVES = {
+    "loop": ("for p in model.parameters():\n    dist.broadcast(p.data, 0)\n", STAYS),
+    "named": ("for _, p in model.named_parameters():\n    if p.is_sharded:\n        dist.all_reduce(p.grad)\n", STAYS),
+    "one": ("dist.broadcast(model.head.weight, src=0)\n", STAYS),
+    "inner": ("for m in model.modules():\n    for v in m._parameters.values():\n        dist.broadcast(v, 0)\n", STAYS),
+    "copied_dict": ("for m in model.modules():\n    members = dict(m._parameters.items())\n"
+                    "    for k, v in members.items():\n        dist.broadcast(v, 0)\n", STAYS),
+    "list": ("def norm(model):\n    found = []\n    for p in model.parameters():\n        found.append(p.grad.sum())\n"
+             "    dist.all_reduce(torch.stack(found))\n\n\nnorm(model)\n", STAYS),
+    "local": ("for p in model.parameters():\n    dist.broadcast(p.to_local(), 0)\n", []),
+    "number": ("for p in model.parameters():\n    dist.all_reduce(p.grad.sum().item())\n", []),
+    "loss": ("loss = criterion(model(batch))\ndist.all_reduce(loss, group=model.group)\n", []),
+    "before": ("", []),
+    "optimizer": ("class Mine(torch.optim.AdamW):\n    def clip(self):\n        dist.all_reduce(self.norm)\n", STAYS),
+    "other": ("class Mine:\n    def clip(self):\n        dist.all_reduce(self.norm)\n", []),
+    "copied": ("for p in model.parameters():\n    p.data.copy_(torch.zeros(2))\n", STAYS),
+    "scaled": ("for p in model.parameters():\n    p.data.mul_(0.9)\n", []),
+    "averaged": ("new = torch.zeros(2)\nfor p in model.parameters():\n    new.lerp_(p.data, 0.1)\n", STAYS),
+    "kernels": ("import bitsandbytes as bnb\noptimizer = bnb.optim.AdamW8bit(model.parameters())\n", STAYS),
+    "torchs": ("optimizer = torch.optim.AdamW(model.parameters())\n", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_raises_for_dtensors_is_reported(name: str):
+    use, expected = COLLECTIVES[name]
+    before = "for p in model.parameters():\n    dist.broadcast(p.data, 0)\n" if name == "before" else ""
+    _, findings = moved(f"model = build()\n{before}model = FSDP(model)\n{use}")
+    assert status_of(findings, "SW135") == expected
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("    optimizer.step()\n    optimizer.zero_grad()\n", GOES),
+        ("    if bad:\n        optimizer.zero_grad()\n        continue\n    optimizer.step()\n", TOLD + GOES),
+        ("    optimizer.zero_grad()\n    model(x).backward()\n    optimizer.step()\n", GOES),
+    ],
+    ids=["after_the_step", "thrown_away", "each_turn"],
+)
+def test_gradients_of_no_sync_that_are_thrown_away_are_reported(loop: str, expected: list[Status]):
+    _, findings = moved(
+        f"model = FSDP(model)\nfor x in data:\n    with model.no_sync():\n        model(x).backward()\n{loop}"
+    )
+    assert sorted(status_of(findings, "SW121")) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ('"flat_param" not in name', STAYS),
+        ('name.endswith("._flat_param")', STAYS),
+        ('name.replace("flat_param", "") in names', []),
+    ],
+)
+def test_choice_by_the_name_of_flat_parameters_is_reported(test: str, expected: list[Status]):
+    _, findings = moved(f"model = FSDP(model)\nfound = [p for name, p in model.named_parameters() if {test}]\n")
+    assert status_of(findings, "SW127") == expected
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("model.gradient_checkpointing_enable()", TOLD),
+        ('model.gradient_checkpointing_enable({"use_reentrant": False})', []),
+        ("y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True)", TOLD),
+        ("y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)", []),
+    ],
+)
+def test_reentrant_checkpointing_is_reported(how: str, expected: list[Status]):
+    _, findings = moved(f"{how}\nmodel = FSDP(model)\n")
+    assert status_of(findings, "SW125") == expected
+
+
+@pytest.mark.parametrize(
+    ("late", "changed"),
+    [
+        ("def load(model, state):\n    torch = get_torch()\n    model.load_state_dict(state)\n", False),
+        ("try:\n    import torch\nexcept ImportError:\n    torch = None\n\n\n"
+         "def load(model, state):\n    model.load_state_dict(state)\n", False),
+        ("def load(model, state):\n    model.load_state_dict(state)\n", True),
+        ("import torch\n\n\ndef load(model, state):\n    model.load_state_dict(state)\n", True),
+    ],
+    ids=["in_a_function", "in_try", "never", "at_once"],
+)  # fmt: skip
+def test_file_that_may_run_without_torch_does_not_import_it(late: str, changed: bool):
+    main = f"{IMPORTS}from late import load\n\nmodel = FSDP(build())\nload(model, state)\n"
+    text, findings = together({"main.py": main, "late.py": late})["late.py"]
+    assert (text != late) is changed
+    assert status_of(findings, "SW111") == (GOES if changed else STAYS)
+
+
+def test_question_whether_the_class_could_be_imported_is_none_to_decide():
+    _, findings = moved("model = FSDP(model)\nis_sharded = FSDP is not None and isinstance(model, FSDP)\n")
+    assert not status_of(findings, "SW102")

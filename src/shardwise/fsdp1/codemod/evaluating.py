@@ -467,7 +467,10 @@ class Evaluator:
             made = ObjectRef(call)
             for keyword in call.keywords:
                 self._store_item(made, ast.Constant(keyword.arg), self.values(keyword.value), call)
-            self._copy_items([made], self.values(given[0]) if given else NOTHING, call)
+            copied = self.values(given[0]) if given else NOTHING
+            self._copy_items([made], copied, call)
+            for pair in self._items(copied, call) if self.flow.matters(copied) else ():
+                self.flow.store(made, _ITEM, self._item(pair, ast.Constant(1), call), call)
             return frozenset({made})
         if name == "super":
             own = self.context.enclosing_class(call)

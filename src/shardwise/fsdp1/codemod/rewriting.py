@@ -28,7 +28,6 @@ from shardwise.fsdp1.codemod.flow import flow_of, wraps_models
 from shardwise.fsdp1.codemod.framework_files import framework_findings
 from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers, rewrite_type_checks, tells_apart
 from shardwise.fsdp1.codemod.model_calls import (
-    report_numbers,
     rewrite_after_forward,
     rewrite_backends,
     rewrite_clipping,
@@ -38,7 +37,8 @@ from shardwise.fsdp1.codemod.model_calls import (
     rewrite_no_sync,
     rewrite_scalers,
 )
-from shardwise.fsdp1.codemod.order import move_optimizers, rewrite_order
+from shardwise.fsdp1.codemod.order import move_optimizers, report_reentrant, rewrite_order
+from shardwise.fsdp1.codemod.parameters import report_numbers
 from shardwise.fsdp1.codemod.program import Program, once
 from shardwise.fsdp1.codemod.state_dicts import rewrite_state_dicts
 from shardwise.fsdp1.codemod.writing import rewrite_constructors, rewrite_enable_wrap
@@ -338,6 +338,7 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         if not keeps:
             report_handed_out(draft)
             report_numbers(draft)
+            report_reentrant(draft)
             _report_wrapped_elsewhere(draft)
         _apply_rule(_rewrite_frameworks, draft, "")
         notes = sorted(draft.notes, key=lambda note: (note.line, note.code))
@@ -346,11 +347,25 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         try:
             _keep_comments(draft)
             text = finish(draft)
-            ast.parse(text)
+            tree = ast.parse(text)
         except (SourceError, SyntaxError):
             continue  # with fewer rules
+        if _imports_torch(tree) and _imports_late(context):
+            why = "the file imports torch only when it is needed; rewritten, it would do so at once"
+            return original, [undone(note, why) for note in notes]
         return text, notes
     return original, [undone(note, "the rewritten file would not parse") for note in notes]
+
+
+def _imports_torch(tree: ast.Module) -> bool:
+    names = [alias.name for one in tree.body if isinstance(one, ast.Import) for alias in one.names]
+    names += [one.module or "" for one in tree.body if isinstance(one, ast.ImportFrom) and not one.level]
+    return any(name.split(".")[0] == "torch" for name in names)
+
+
+def _imports_late(context: FileContext) -> bool:
+    """Whether torch is there only inside of functions or of `try`, as in programs that also run without it."""
+    return not _imports_torch(context.tree) and any("torch" in one.names for one in context.scopes.values())
 
 
 def _apply_rule(rule: Rule, draft: FileDraft, keeps: str) -> None:
