@@ -1,6 +1,6 @@
-"""PyTorch FSDP2 made right the first time, for any `nn.Module`.
+"""Sharding, training and checkpointing with PyTorch FSDP2, for any `nn.Module`.
 
-Public names load on first use, from the homes that `__init__.pyi` gives: importing shardwise does not import torch.
+Public names load on first use, from the modules in `__init__.pyi`: importing shardwise does not import torch.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Every error a user can see, in one shape: what happened, where, why, how to fix. No torch, no I/O."""
+"""All errors, in one format: what happened, where, why, how to fix. No torch, no I/O."""
 
 import difflib
 import importlib
@@ -37,7 +37,7 @@ class PlanError(ShardwiseError):
 
 
 class ShardError(ShardwiseError):
-    """Sharding, or using a sharded model, went against a rule."""
+    """Sharding, or the use of a sharded model, broke a rule."""
 
 
 class CheckpointError(ShardwiseError):
@@ -49,13 +49,13 @@ class SourceError(ShardwiseError):
 
 
 class TrainingError(ShardwiseError):
-    """A run cannot go on: its numbers are not finite, or a single sequence does not fit into memory."""
+    """A run cannot continue: non-finite numbers, or a single sequence does not fit in memory."""
 
     exit_code = 1
 
 
 class EnvironmentProblem(ShardwiseError):
-    """The machine, launcher or process group is not what the run needs."""
+    """The machine, launcher or process group does not meet the run's requirements."""
 
     exit_code = 3
 
@@ -93,12 +93,12 @@ def require_choice(value: object, choices: Iterable[str], *, where: str) -> None
 
 
 def listed(lines: Sequence[str], most: int = 10) -> list[str]:
-    """The first `most` lines, and one that counts the others if there are any."""
+    """Return the first `most` lines, and one with the number of others."""
     return [*lines[:most], *([f"... and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def import_optional(module: str, *, where: str, why: str, fix: str) -> Any:
-    """Import a library that not every installation has."""
+    """Import an optional library."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -106,7 +106,7 @@ def import_optional(module: str, *, where: str, why: str, fix: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """The known name that is most like `name`; empty if none is near."""
+    """Return the closest known name; empty if none is close."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
 
 

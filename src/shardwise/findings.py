@@ -1,4 +1,4 @@
-"""Finding: what lint, migrate, check and verify return. No torch, no I/O."""
+"""Finding: the result type of lint, migrate, check and verify. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Severity(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is wrong, or worth knowing, and what to do about it."""
+    """One problem or note, with a fix."""
 
     code: str
     """`SWnnn`; never reused for something else."""
@@ -34,7 +34,7 @@ class Finding:
     severity: Severity = Severity.WARNING
     """How much it matters."""
     fix: str = ""
-    """The smallest change that makes it go away."""
+    """The smallest change that fixes it."""
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -43,18 +43,18 @@ class Finding:
 
 
 class Safety(enum.StrEnum):
-    """What applying a finding's edits does to the program."""
+    """Effect of a finding's edits on the program."""
 
     SAFE = "safe"
     """The program means the same, or what it plainly meant to."""
     UNSAFE = "unsafe"
-    """Probably right, but a person should look."""
+    """Probably correct, but needs review."""
     MANUAL = "manual"
-    """Nothing to apply: a person has to decide."""
+    """No edits: needs a decision."""
 
 
 class Status(enum.StrEnum):
-    """What became of the code that a finding of `migrate` is about."""
+    """Outcome for the code of a `migrate` finding."""
 
     REWRITTEN = "rewritten"
     NEEDS_DECISION = "needs-decision"
@@ -87,11 +87,11 @@ class SourceFinding(Finding):
     name: str = ""
     """The rule's name, as in `optimizer-before-shard`."""
     safety: Safety = Safety.MANUAL
-    """Whether `edits` may be applied without a look."""
+    """Whether `edits` may be applied without review."""
     status: Status = Status.REPORTED
-    """For `migrate`: what became of the code."""
+    """For `migrate`: outcome for the code."""
     edits: tuple[Edit, ...] = ()
-    """What `--fix` would do; applied all together or not at all."""
+    """Edits of `--fix`, applied atomically."""
 
 
 def source_finding(path: str, line: int, column: int, **fields: Any) -> SourceFinding:

@@ -1,4 +1,4 @@
-"""The progress protocol: long work reports, somebody else renders. No output of its own."""
+"""The progress protocol between long operations and renderers. No output of its own."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Hears how far a piece of work has come; `report/terminal.py` draws it, tests record it."""
+    """Receives the progress of an operation; rendered by `report/terminal.py`."""
 
     def start(self, total: int, label: str) -> None:
         """Begin `total` steps of work called `label`."""
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        """`steps` more are done; `note` is the news, such as the loss."""
+        """Advance by `steps`; `note` is shown, such as the loss."""
 
     def finish(self, note: str = "") -> None:
-        """The work is over, all steps done or not."""
+        """End the operation, complete or not."""
 
 
 class NoProgress:
-    """Hears everything and shows nothing: for ranks other than 0, and for callers who did not ask."""
+    """Ignores all progress: for ranks other than 0, and by default."""
 
     def start(self, total: int, label: str) -> None:
         """Ignore the start."""

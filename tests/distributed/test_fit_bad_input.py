@@ -36,7 +36,7 @@ def test_each_problem_is_one_error_with_its_setting_and_a_fix(rank: int, tmp_pat
     (tmp_path / "empty.txt").touch()
     wrong: list[tuple[dict[str, Any], str, str, int]] = [
         ({"training": {"batch_size": 5}}, "5 sequences cannot be divided among 2 ranks", "training.batch_size = 4", 2),
-        ({"data": {"sequence_length": 17}}, "longer than tutorial takes: 16", "data.sequence_length = 16", 2),
+        ({"data": {"sequence_length": 17}}, "longer than the maximum of tutorial: 16", "data.sequence_length = 16", 2),
         ({"data": {"source": str(tmp_path / "no.txt")}}, "no.txt", "", 2),
         ({"data": {"source": str(tmp_path / "empty.txt")}}, "empty", "", 2),
         ({"data": {"tokenizer": str(tmp_path / "no.json")}}, "no.json", "", 2),

@@ -171,7 +171,7 @@ def test_local_checkpoint_needs_the_model_it_was_saved_from(rank: int, tmp_path:
     SAVERS["local"](wrapped, adamw(wrapped), tmp_path)
     dist.barrier()
     if rank == 0:
-        with pytest.raises(CheckpointError, match=r"3 flat parameters.*do not say which"):
+        with pytest.raises(CheckpointError, match=r"3 flat parameters.*do not name"):
             convert_checkpoint(tmp_path, tmp_path / "converted")
         with torch.device("meta"):
             other = Tied()

@@ -120,7 +120,7 @@ def test_mesh_whose_axes_cannot_be_told_apart_is_refused(rank: int):
         data_parallel_mesh(init_device_mesh("cpu", (2, 1)))
     with pytest.raises(PlanError, match="the mesh has 3 data-parallel axes: a, b, c"):
         data_parallel_mesh(init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c")))
-    with pytest.raises(PlanError, match="'fsdp' and 'dp_shard' are both for 'shard'"):
+    with pytest.raises(PlanError, match="'fsdp' and 'dp_shard' both mean 'shard'"):
         data_parallel_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=("fsdp", "dp_shard")))
     with pytest.raises(PlanError, match="the mesh has no shard axis: pipeline"):
         data_parallel_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("pipeline",)))

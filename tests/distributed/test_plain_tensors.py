@@ -110,3 +110,63 @@ def test_a_hessian_is_that_of_one_process(rank: int) -> None:
         for each in (plain, model):
             each(x).sum().backward()
             torch.optim.SGD(each.parameters(), lr=0.1).step()
+
+
+def in_place_on_results(parameter: Tensor) -> list[Tensor]:
+    """What a reduction returns is still a sum of the ranks' terms; torch refuses most writes, or adds them up."""
+    writes: list[Callable[[Tensor], object]] = [
+        lambda t: t.clamp_(min=0.1), lambda t: t.add_(1.5), lambda t: t.exp_(), lambda t: t.mul_(t),
+        lambda t: t.tanh_(), lambda t: t.fill_(2.0), lambda t: t.masked_fill_(t > 0, 3.0),
+        lambda t: t.lerp_(t * 2, 0.5),
+    ]  # fmt: skip
+    reductions: list[Callable[[Tensor], Tensor]] = [torch.norm, torch.sum, torch.amax, lambda t: t.norm(dim=0)]
+    results = [reduce(parameter.detach()) for _ in writes for reduce in reductions]
+    for index, result in enumerate(results):
+        writes[index // len(reductions)](result)
+    return results
+
+
+def of_no_strategy(parameter: Tensor) -> list[Tensor]:
+    """Operators for which torch raises NotImplementedError on sharded tensors."""
+    p = parameter.detach()
+    rows = torch.tensor([0, 2])
+    found = [
+        torch.renorm(p, 2, 0, 0.5),
+        p.masked_select(p > 0),
+        p.count_nonzero(),
+        p.trace(),
+        torch.unique(p),
+        p[p > 0],
+    ]
+    found += [p.clone().masked_fill_(p > 0, torch.tensor(2.0)), p.mv(p[0]), p.index_add(0, rows, torch.ones(2, 6))]
+    return [*found, *torch.aminmax(p), p.clone().cumsum_(0), p.floor_divide(0.1), p.nonzero(), p.clone().triu_()]
+
+
+@ranks(2)
+@pytest.mark.parametrize("use", [in_place_on_results, of_no_strategy])
+def test_operators_on_parameters_answer_as_in_one_process(rank: int, use: Callable[[Tensor], list[Tensor]]) -> None:
+    plain, model = build(), sw.shard(build())
+    for index, (expected, found) in enumerate(
+        zip(use(next(plain.parameters())), use(next(model.parameters())), strict=True)
+    ):
+        torch.testing.assert_close(full(found), expected, msg=lambda text, index=index: f"[{index}] {text}")
+
+
+@ranks(2)
+def test_whole_values_are_assigned_to_data(rank: int) -> None:
+    plain, model = build(), sw.shard(build())
+    for each in (plain, model):
+        parameters = list(each.parameters())
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(parameters) * 2, parameters)
+            parameters[2].copy_(torch.nn.functional.normalize(parameters[2].mT.mT, dim=1))
+        parameters[0].data = torch.renorm(parameters[0].data, 2, 0, 0.5)
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter), expected.detach())
+
+
+@ranks(2)
+def test_an_operator_without_strategy_that_wants_a_gradient_is_refused(rank: int) -> None:
+    model = sw.shard(build())
+    with pytest.raises(ShardError, match=r"aten.index.Tensor of .*0.weight(.|\n)*test_plain_tensors.py"):
+        model[0].weight[model[0].weight > 0].sum()

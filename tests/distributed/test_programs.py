@@ -16,13 +16,12 @@ from tests.zoo.programs import PROGRAMS, Program
 
 ADDED = (more_programs, outside_programs)  # to PROGRAMS, when they are imported
 REFUSED = {
-    "adaptive_weight": "gradients of chosen parameters",
+    "adaptive_weight": "gradients with respect to parameters",
     "averaged_model": "copy.deepcopy of a sharded",
     "backward_inside_forward": "backward() inside the forward",
     "deep_copy": "copy.deepcopy of a sharded",
-    "gradients_by_parameters": "gradients of chosen parameters",
+    "gradients_by_parameters": "gradients with respect to parameters",
     "lazy_modules_not_yet_built": "parameters without a shape yet",
-    "vectors_of_parameters": "was assigned one of",
     "weights_of_losses_read_before": "was combined with what the model returned",
 }
 FAST = [

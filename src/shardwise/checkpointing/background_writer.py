@@ -1,4 +1,4 @@
-"""The process that writes a checkpoint while training goes on. Neither end of it needs torch."""
+"""The background process that writes checkpoints. It does not need torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_items(
 
 
 def bytes_of_item(item: LocalChunk, memory: memoryview) -> memoryview:
-    """An item's bytes, which may lie in shared memory."""
+    """Return an item's bytes, which may be in shared memory."""
     if isinstance(item.memory, int):
         return memory[item.memory : item.memory + item.num_bytes]
     return bytes_of(item.memory)
@@ -56,12 +56,12 @@ def bytes_of_item(item: LocalChunk, memory: memoryview) -> memoryview:
 def commit(
     folder: Place, records: Sequence[sharded.FileRecord], header: sharded.Header, fsync: bool, *_unused: object
 ) -> None:
-    """Make what all ranks have written a checkpoint."""
+    """Commit the files of all ranks as a checkpoint."""
     sharded.commit_checkpoint(folder, records, header, fsync=fsync)
 
 
 class WriterProcess:
-    """A process of its own that writes checkpoints; every rank has one."""
+    """A process that writes checkpoints; one per rank."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -92,11 +92,11 @@ class WriterProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can work."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def run(self, work: Work, arena: Any, progress: Progress | None) -> Any:
-        """Have `write_items` or `commit` done, and wait for it; raises what it raised, or that the process died."""
+        """Run `write_items` or `commit` in the process and wait; raises its error, or one if the process died."""
         failed: Exception | None = None
         is_new = arena.generation != self._generation
         try:
@@ -125,7 +125,7 @@ class WriterProcess:
         return message[1]
 
     def close(self) -> None:
-        """End it; what it is at is finished first."""
+        """Finish pending work and end the process."""
         self._connection.close()
         try:
             self._process.wait(_END_S)
@@ -135,7 +135,7 @@ class WriterProcess:
 
 
 def serve(connection: Connection) -> None:
-    """Do work until there is no more."""
+    """Process requests until the connection closes."""
     memory = memoryview(b"")
 
     def relay(name: str, *args: object) -> None:
@@ -162,7 +162,7 @@ def serve(connection: Connection) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Serve the parent at the other end of the socket."""
+    """Process the requests of the parent process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

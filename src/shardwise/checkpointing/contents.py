@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in any format: tensors as stored chunks, and values. No torch, no I/O."""
+"""Contents of a checkpoint in any format: tensors as stored chunks, and values. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ KeyPath = tuple[str | int, ...]
 
 
 def count_of(value: Any) -> int:
-    """A size or offset that a file gives; anything else is a `ValueError`."""
+    """Validate a size or offset read from a file; raises a `ValueError`."""
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r:.60} is not a size")
     return value
 
 
 def sizes_of(values: Any) -> tuple[int, ...]:
-    """A shape that a file gives; anything else is a `ValueError`."""
+    """Validate a shape read from a file; raises a `ValueError`."""
     if not isinstance(values, (tuple, list)) or len(values) > 64:
         raise ValueError(f"{values!r:.60} is not a shape")
     return tuple(map(count_of, values))
@@ -64,7 +64,7 @@ class ChunkSpec:
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> ChunkSpec:
-        """The chunk that is all of a tensor."""
+        """Return the chunk that covers a tensor."""
         return ChunkSpec((0,) * len(shape), shape)
 
     @property
@@ -73,7 +73,7 @@ class ChunkSpec:
         return math.prod(self.sizes)
 
     def overlap(self, other: ChunkSpec) -> ChunkSpec | None:
-        """The part that both chunks share, or None when they share no element."""
+        """Return the intersection of two chunks, or None."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = [
             min(a + size_a, b + size_b)
@@ -83,14 +83,14 @@ class ChunkSpec:
         return None if any(size <= 0 for size in sizes) else ChunkSpec(starts, sizes)
 
     def lies_in(self, shape: tuple[int, ...]) -> bool:
-        """Whether the chunk is a part of a tensor of this shape."""
+        """Whether the chunk is within a tensor of this shape."""
         return len(shape) == len(self.starts) == len(self.sizes) and all(
             start >= 0 and size >= 0 and start + size <= length
             for start, size, length in zip(self.starts, self.sizes, shape, strict=True)
         )
 
     def coverage_problem(self, chunks: Iterable[ChunkSpec]) -> str:
-        """Why the chunks do not hold every element of this one exactly once; empty when they do."""
+        """Return why the chunks do not cover this one exactly once; empty if they do."""
         parts = sorted(
             (part for chunk in chunks if (part := chunk.overlap(self)) is not None), key=lambda part: part.starts
         )
@@ -127,22 +127,22 @@ class ChunkSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk whose elements lie one after another (row-major) in a file, or in memory where no file has them so."""
+    """A chunk whose elements are contiguous (row-major) in a file, or in memory."""
 
     spec: ChunkSpec
     file: str = ""
-    """Relative to the checkpoint's folder, with `/`. Empty when `data` is set."""
+    """Relative to the checkpoint's folder, with `/`. Empty if `data` is set."""
     offset: int = 0
-    """The byte of `file` at which the first element starts."""
+    """Offset of the first element in `file`."""
     checksums: tuple[int, ...] = ()
     """XXH3-64 of each `Contents.block_bytes` from `offset` on (the last may be shorter); empty: not checksummed."""
     data: memoryview | None = field(default=None, compare=False)
-    """The bytes themselves, for the few formats that store them in no usable order."""
+    """The bytes, for formats that do not store them contiguously."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint, and where its chunks lie."""
+    """One tensor of a checkpoint, and its chunks."""
 
     name: str
     dtype: str
@@ -158,7 +158,7 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Where its bytes lie; equal for two names of the same bytes."""
+        """Return the location of its bytes; equal for two names of the same bytes."""
         return tuple((chunk.spec, chunk.file, chunk.offset, id(chunk.data)) for chunk in self.chunks)
 
     def problem(self, wanted: ChunkSpec | None = None) -> str:
@@ -173,7 +173,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalChunk:
-    """A chunk of a tensor that this rank holds and may write."""
+    """A chunk of a tensor on this rank."""
 
     name: str
     dtype: str
@@ -203,7 +203,7 @@ class TorchStream:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A checkpoint, read as far as its index: nothing of the tensors' bytes yet.
+    """The index of a checkpoint, without the tensors' bytes.
 
     Names are flat and those of `torch.distributed.checkpoint`: `model.layers.0.weight`,
     `optim.state.layers.0.weight.exp_avg`, `optim.param_groups.0.lr`. A file of weights alone has bare names.
@@ -217,17 +217,17 @@ class Contents:
     values: Mapping[str, Any] = field(default_factory=dict)
     """Everything but tensors, by the same flat names, as plain Python values."""
     file_bytes: Mapping[str, int] = field(default_factory=dict)
-    """How large each file must be, where the format says so."""
+    """Required size of each file, if the format has it."""
     block_bytes: int = 0
     """Bytes under one checksum; 0 when the format has none."""
     step: int | None = None
     world_size: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
-    """What else the format knows: mesh, plan, versions, dates."""
+    """Other metadata of the format: mesh, plan, versions, dates."""
     structure: Mapping[str, KeyPath] = field(default_factory=dict)
     """Flat name to the path in the nested state dict it came from, where a dot would be ambiguous."""
     streams: tuple[TorchStream, ...] = ()
-    """The `torch.save` streams that the checkpoint is made of."""
+    """The `torch.save` streams of the checkpoint."""
 
     @property
     def folder(self) -> Path | str:
@@ -235,7 +235,7 @@ class Contents:
         return self.path if isinstance(self.path, str) or self.path.is_dir() else self.path.parent
 
     def path_of(self, name: str) -> KeyPath:
-        """Where a tensor or value stands in the nested state dict; a name that came from none stands alone."""
+        """Return the path of a tensor or value in the nested state dict; the name itself if there is none."""
         return self.structure.get(name, (name,))
 
     @property
@@ -245,7 +245,7 @@ class Contents:
 
 
 def merge_contents(path: Path | str, format: str, parts: Iterable[Contents]) -> Contents:
-    """What several files, or folders, hold together; of two things with one name the last counts."""
+    """Merge the contents of several files or folders; of two values with one name the last wins."""
     merged = Contents(path, format, {})
     for part in parts:
         merged = replace(

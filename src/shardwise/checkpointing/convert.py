@@ -30,7 +30,7 @@ _NOT_KEPT = ("aliases", "frames", "left_out", "metadata")
 
 
 def _write(writer: FullWriter | SafetensorsWriter, contents: Contents, progress: Progress | None) -> None:
-    """Copy the tensors that the writer wants, cast to the dtypes that it wants."""
+    """Copy the writer's tensors, cast to its dtypes."""
 
     def chunks() -> Chunks:
         for info in writer.order:
@@ -104,7 +104,7 @@ Format = Literal["dcp", "full", "safetensors"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What a conversion wrote."""
+    """Result of a conversion."""
 
     path: storage.Place
     format: Format
@@ -112,7 +112,7 @@ class Conversion:
     num_tensors: int
     num_bytes: int
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Names that the new checkpoint does not have, each with the reason."""
+    """Omitted names, each with the reason."""
 
 
 def convert_checkpoint(
@@ -185,7 +185,7 @@ def convert_checkpoint(
 
 
 def _what_to_write(source: Contents, format: Format) -> tuple[Contents, dict[str, str]]:
-    """The contents under our names, and what the format cannot hold."""
+    """Return the contents under shardwise's names, and the values that the format does not support."""
     require_names(source, optimizers=format != "safetensors")
     contents = with_our_names(source)
     left_out = dict(source.details.get("left_out", {}))
@@ -198,7 +198,7 @@ def _what_to_write(source: Contents, format: Format) -> tuple[Contents, dict[str
 
 
 def _infos(contents: Contents, dtype: str | torch.dtype | None, *, bare: bool) -> dict[str, StoredTensor]:
-    """What each tensor is written as."""
+    """Return the name, dtype and shape of each written tensor."""
     wanted = float_dtype(dtype, "dtype")
     infos = {}
     for name, tensor in contents.tensors.items():

@@ -1,4 +1,4 @@
-"""verify_checkpoint(), inspect_checkpoint() and diff_checkpoints(): what is wrong, what is in it."""
+"""verify_checkpoint(), inspect_checkpoint() and diff_checkpoints(): errors, contents and differences of checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _Check = tuple[str, str, Callable[[Iterable[bytes]], int], Iterable[tuple[Sequen
 
 
 def unsound(contents: Contents) -> Iterator[Finding]:
-    """What is impossible in the index of a checkpoint; nothing of the tensors is read."""
+    """Return the errors in the index of a checkpoint, without reading tensors."""
     for name, tensor in contents.tensors.items():
         if problem := tensor.problem():
             fix = "copy the checkpoint again with the files of all ranks, or use another"
@@ -70,7 +70,7 @@ def unsound(contents: Contents) -> Iterator[Finding]:
 
 
 def refuse_unsound(contents: Contents) -> None:
-    """Raise a CheckpointError with everything that is impossible in the index."""
+    """Raise a CheckpointError with all errors in the index."""
     if found := list(unsound(contents)):
         raise CheckpointError(
             f"the checkpoint is not whole: {len(found)} problem{'s' if len(found) > 1 else ''}",
@@ -81,7 +81,7 @@ def refuse_unsound(contents: Contents) -> None:
 
 
 def wrong_files(contents: Contents) -> Iterator[Finding]:
-    """Files that are missing, or not as large as they were."""
+    """Return files that are missing or have a different size."""
     for file in file_names(contents):
         path = storage.join(contents.folder, file)
         if problem := storage.size_problem(path, contents.file_bytes.get(file)):
@@ -89,7 +89,7 @@ def wrong_files(contents: Contents) -> Iterator[Finding]:
 
 
 def file_names(contents: Contents) -> list[str]:
-    """Every file that the contents lie in, relative to the folder."""
+    """Return every file of the contents, relative to the folder."""
     used = (chunk.file for tensor in contents.tensors.values() for chunk in tensor.chunks if chunk.file)
     return list(dict.fromkeys([*contents.file_bytes, *used]))
 
@@ -236,12 +236,12 @@ class TensorSummary:
     shape: tuple[int, ...]
     num_bytes: int
     num_pieces: int
-    """In how many parts it is stored."""
+    """Number of stored chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What a checkpoint holds. `print` it, or `to_dict()` it."""
+    """Contents of a checkpoint. `print` it, or `to_dict()` it."""
 
     path: str
     format: str
@@ -262,11 +262,11 @@ class Inspection:
     values: Mapping[str, str]
     """Small values, as text."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Values of other classes, which are never made from a checkpoint."""
+    """Values of other classes, which are never instantiated."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Mesh, plan, versions and the like, where the format has them."""
+    """Metadata such as mesh, plan and versions, if the format has it."""
     findings: tuple[Finding, ...] = ()
-    """What is wrong as far as the index tells; `verify_checkpoint` reads the rest."""
+    """Errors found in the index; `verify_checkpoint` also reads the tensors."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -298,7 +298,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> Inspection:
-    """Say what is in a checkpoint: names, shapes, dtypes, bytes, step, ranks, and what is plainly wrong.
+    """Describe a checkpoint: names, shapes, dtypes, bytes, step, ranks, and errors in its index.
 
     Args:
         path: A checkpoint of any format; the folder of a run means its latest.
@@ -370,7 +370,7 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """One tensor that both checkpoints have, and that is not the same in both."""
+    """One tensor that differs between the checkpoints."""
 
     name: str
     what: str
@@ -380,7 +380,7 @@ class TensorDifference:
     largest: float | None = None
     """The largest absolute difference of any element; nan where only one of the two is nan."""
     num_elements: int = 0
-    """How many elements differ."""
+    """Number of elements that differ."""
 
     def __str__(self) -> str:
         if self.what != "values":
@@ -390,7 +390,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How two checkpoints differ."""
+    """Differences of two checkpoints."""
 
     a: str
     b: str
@@ -404,7 +404,7 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the two hold the same."""
+        """Whether the checkpoints are equal."""
         return not (self.only_in_a or self.only_in_b or self.tensors or self.values)
 
     @property
@@ -511,7 +511,7 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
 
 
 def _compare_parts(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
-    """The largest difference and how many elements differ; bits decide where the dtype is the same."""
+    """Return the largest difference and the number of differing elements; compares bits if the dtype is equal."""
     if one.dtype == other.dtype and storage.bytes_of(one) == storage.bytes_of(other):
         return 0.0, 0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64

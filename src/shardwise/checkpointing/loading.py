@@ -1,4 +1,4 @@
-"""Load a run's state: plan every read, prove that it can be served, then read and put everything in place."""
+"""Load a run's state: plan and validate every read, then read and restore the objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise import compat
 from shardwise.checkpointing import state as run_state
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
 from shardwise.checkpointing.formats.detect import open_checkpoint, require_names
-from shardwise.checkpointing.formats.values import put_together
+from shardwise.checkpointing.formats.values import nest
 from shardwise.checkpointing.names import (
     Matched,
     ModelTensor,
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, frozenset[str]]:
-    """The checkpoint as rank `rank` of `size` finds it: what it stored of its own in place of rank 0's.
+    """Return the contents for rank `rank` of `size`, with its own values in place of rank 0's.
 
     With it come the names that differed between the ranks that saved, where this run has another number of ranks.
     """
@@ -67,7 +67,7 @@ def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, fr
 
 
 class LoadPlan:
-    """A place for everything that is stored, and a value for every place; a CheckpointError lists what does not fit.
+    """Maps stored values to the run's objects; a CheckpointError lists mismatches.
 
     Making it changes nothing. `ranks` is the channel of those that load; None: weights only.
     """
@@ -126,7 +126,7 @@ class LoadPlan:
         return found
 
     def allocate(self) -> bool:
-        """Give memory to what stands on meta and will be read; whether anything did."""
+        """Allocate meta tensors that will be read; return whether there were any."""
         found = False
         for name, matched in self.matched.items():
             model = self._run.models[name]
@@ -137,12 +137,12 @@ class LoadPlan:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Hand everything that was read to the objects it belongs to."""
+        """Pass the values that were read to their objects."""
         for finish in self._finish:
             finish()
 
     def set_random_numbers(self) -> None:
-        """Set the generators, last: what comes before may draw from them."""
+        """Set the random generators, last, because earlier steps may draw from them."""
         if self._random_numbers and self._names_under(f"rng.{self._rank}."):
             run_state.set_encoded_random_state(self._random_numbers)
         elif self._random_numbers:
@@ -167,12 +167,12 @@ class LoadPlan:
         return self.contents.structure.get(name) or tuple(name.split("."))
 
     def _read_into(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Ask for this rank's part of a tensor."""
+        """Request this rank's part of a tensor."""
         self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
         return tensor
 
     def _read_whole(self, name: str) -> torch.Tensor:
-        """Ask for all of a tensor, in new CPU memory."""
+        """Request a full tensor, in new CPU memory."""
         stored = self.contents.tensors[name]
         return self._read_into(name, torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="cpu"))
 
@@ -265,7 +265,7 @@ class LoadPlan:
             if layout is not None:
                 put(run_state.unflatten(layout, found))
             else:
-                put(put_together({self._path(name)[len(path) :]: item for name, item in found.items()}))
+                put(nest({self._path(name)[len(path) :]: item for name, item in found.items()}))
 
         self._finish.append(finish)
 
@@ -348,7 +348,7 @@ class LoadPlan:
             if not parts:  # it had none when it was saved
                 optimizer.state.pop(parameter, None)
                 return
-            optimizer.state[parameter] = put_together({
+            optimizer.state[parameter] = nest({
                 keys: local_tensor(part) if kinds.get(keys) == "local" else part for keys, part in parts.items()
             })  # fmt: skip
 
@@ -358,7 +358,7 @@ class LoadPlan:
         """Plan to set a group's options; return what they will be."""
         tensors, values = self.contents.tensors, self.contents.values
         parts = {keys: self._read_whole(name) if name in tensors else values[name] for keys, name in stored.items()}
-        options = put_together(parts) if parts else {}
+        options = nest(parts) if parts else {}
         options = {key: value for key, value in options.items() if key not in run_state.LIVE_OPTIONS}
 
         def finish() -> None:
@@ -401,7 +401,7 @@ def _find_group(
 def _live_state(
     optimizer: Optimizer, parameter: torch.Tensor, keys: KeyPath, kind: run_state.Kind, stored: StoredTensor
 ) -> torch.Tensor | None:
-    """The optimizer's own tensor, where it is just what the stored one needs."""
+    """Return the optimizer's tensor if it matches the stored one."""
     tensor = (optimizer.state.get(parameter) or {}).get(keys[0]) if len(keys) == 1 else None
     if not isinstance(tensor, torch.Tensor) or dtype_name(tensor.dtype) != stored.dtype:
         return None
@@ -431,7 +431,7 @@ def load_run(
     progress: Progress | None = None,
     reader: RequestReader | None = None,
 ) -> LoadPlan:
-    """Read a checkpoint into a run's objects: plan and prove every read, give memory to what has none, and read.
+    """Read a checkpoint into a run's objects: plan and validate every read, allocate meta tensors, and read.
 
     With `weights_only` all ranks load the same weights into the same model, and nothing else; otherwise `ranks` is a
     `Channel`. A CheckpointError is raised on every rank: before the first byte is written nothing was changed,

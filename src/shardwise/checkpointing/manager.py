@@ -1,4 +1,4 @@
-"""Checkpointer: numbered checkpoints of a run in one folder, saved in the background, the newest few kept."""
+"""Checkpointer: numbered checkpoints of a run in one folder, saved in the background, with retention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("shardwise.checkpointing")
 
 @dataclass(kw_only=True, slots=True)
 class Retention:
-    """Removes the checkpoints of a run that nothing here wants to keep; those of other runs stay.
+    """Removes checkpoints of a run by its retention rules, never those of other runs.
 
     A run's checkpoints are those that it saved, and those that were there when it resumed from one of them.
     """
@@ -93,7 +93,7 @@ class Retention:
         return sorted(set(steps) - kept)
 
     def retire(self, present: Mapping[int, Place], newest: int) -> None:
-        """Remove what need not be kept, on rank 0; where that fails, only warn: the newest checkpoint is whole."""
+        """Remove checkpoints by the retention rules, on rank 0; a failure is only a warning."""
         others = sorted(present.keys() - self._own)
         if others and self.keep_last is not None and not self._has_warned:
             self._has_warned = True
@@ -123,7 +123,7 @@ _is_terminating = _is_flushed = False
 
 
 def _swap_handler(old: Any, new: Any) -> None:
-    """Handle SIGTERM in another way, unless somebody does so in a third."""
+    """Replace the SIGTERM handler, unless another one was installed."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == old:
         signal.signal(signal.SIGTERM, new)
 
@@ -166,7 +166,7 @@ def _terminate() -> None:
 
 
 class Checkpointer:
-    """Saves and loads a run's state in a folder, one subfolder a step.
+    """Saves and loads a run's state in a folder, one subfolder per step.
 
     A save fixes the state, copies it, and lets training go on; a process of its own writes it. Everything lies
     under a partial name until all ranks have written and the disk has it; one rename commits it. Whatever
@@ -300,7 +300,7 @@ class Checkpointer:
         optimizers: Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] = (),
         **objects: Stateful,
     ) -> None:
-        """Get the memory that saves in the background copy to, and start their process, before the first save does.
+        """Allocate the staging memory of background saves and start the writer process before the first save.
 
         The first save would else wait for it: pinning gigabytes for a GPU takes seconds. Optimizers have their
         state after the first step.
@@ -331,7 +331,7 @@ class Checkpointer:
         verify: Verify = "while",
         **objects: Stateful,
     ) -> int:
-        """Put a saved state into the run's objects, on any number of ranks and any mesh.
+        """Load a saved state into the run's objects, on any number of ranks and any mesh.
 
         Each rank reads its own part. What was saved and is not asked for stays unread.
 
@@ -391,11 +391,11 @@ class Checkpointer:
         return steps[0]
 
     def path(self, step: int) -> Place:
-        """Where the checkpoint of a step lies, or would lie."""
+        """Return the path of a step's checkpoint, which need not exist."""
         return sharded.step_folder(self.folder, step)
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait for all pending saves.
 
         Raises:
             CheckpointError: The save in the background failed. Raised once, on every rank.
@@ -411,7 +411,7 @@ class Checkpointer:
             raise error
 
     def close(self) -> None:
-        """Wait for what is being written; release the writer process, the staging memory and the process group.
+        """Wait for pending saves; release the writer process, the staging memory and the process group.
 
         Raises:
             CheckpointError: As `wait` does; everything is released first.
@@ -461,7 +461,7 @@ class Checkpointer:
             self._error = error
 
     def _retire(self, newest: int, records: Sequence[sharded.FileRecord]) -> None:
-        """Remove what need not be kept, on rank 0, unless a file of the newest is not what was written."""
+        """Remove checkpoints by the retention rules, on rank 0, unless a file of the latest one changed."""
         folder = self.path(newest)
         short = [record.file for record in records if size_problem(join(folder, record.file), record.num_bytes)]
         if short:  # an older checkpoint may be all there is

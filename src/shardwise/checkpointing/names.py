@@ -1,4 +1,4 @@
-"""Names of tensors: the model's without what wrappers add, a checkpoint's sections, and which belongs to which."""
+"""Names of tensors: the model's without wrapper prefixes, a checkpoint's sections, and their mapping."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def find_sections(contents: Contents) -> tuple[KeyPath | None, tuple[KeyPath, ..
 
 
 def with_our_names(contents: Contents) -> Contents:
-    """The same contents under `model.` and `optim.`, without what wrappers put into names.
+    """Return the contents under `model.` and `optim.`, without wrapper prefixes.
 
     Loose values (`epoch`) go under `extra.`; a checkpoint that already has our names keeps them.
     """
@@ -143,9 +143,9 @@ class ModelTensor:
     name: str
     """Canonical: without what torch.compile, activation checkpointing or DistributedDataParallel put into it."""
     aliases: tuple[str, ...]
-    """Its other canonical names, where it is tied."""
+    """Its other canonical names, if it is tied."""
     tensor: torch.Tensor
-    """As registered: a DTensor where it is sharded."""
+    """As registered: a DTensor if sharded."""
     is_parameter: bool
 
     @property

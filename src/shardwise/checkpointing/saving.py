@@ -1,4 +1,4 @@
-"""One save: describe and stage the state, share the work among ranks, write it, commit it."""
+"""One save: describe and stage the state, divide the work among ranks, write and commit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shardwise.sharding.registry import sharded_state
 
 
 def name_of_rank(rank: int, name: str) -> str:
-    """Where a rank stores what differs from rank 0's."""
+    """Return the name of a rank's value that differs from rank 0's."""
     return f"{PER_RANK}.{rank}.{name}"
 
 
@@ -97,7 +97,7 @@ def merge_values(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def digest(held: Mapping[str, Any]) -> int:
-    """A number that differs when plain tensors, or encoded values, differ."""
+    """Return a hash of plain tensors or encoded values."""
     texts = {name: repr(value) if isinstance(value, StoredTensor) else value for name, value in held.items()}
     return xxhash.xxh3_64_intdigest(json.dumps(texts, sort_keys=True).encode())
 
@@ -193,7 +193,7 @@ def _staged_tensors(name: str, tensor: torch.Tensor) -> list[StagedTensor]:
 
 @dataclass(slots=True)
 class PendingSave:
-    """A save whose state is fixed: the ranks agree on it, and it is copied or being copied."""
+    """A save whose state is fixed: all ranks agree, and it is copied or being copied."""
 
     step: int
     folder: Place
@@ -205,7 +205,7 @@ class PendingSave:
     copy: AsyncCopy | None = None
     """None: the tensors are written from where they are."""
     error: Exception | None = None
-    """Why this rank has nothing to write; the others learn it when they finish."""
+    """Error of this rank, which the others receive when they finish."""
 
 
 class Saver:
@@ -219,14 +219,14 @@ class Saver:
         self._chosen: list[int] = []
 
     def prepare(self, collect: Callable[[], FlatState]) -> None:
-        """Do now what the first save in the background would else do: start the writer, get the memory."""
+        """Start the writer and allocate memory before the first background save."""
         staged_tensors, _ = self._share(0, collect, self._ensure_writer)
         self._arena.place(staged_tensors)
         self._arena.touch()
 
     @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
     def start(self, folder: Place, step: int, collect: Callable[[], FlatState], *, background: bool) -> PendingSave:
-        """Fix the state that `collect` gives; in the background, copy it. Training waits for this, and for no more."""
+        """Fix the state of `collect` and start copying it. Training waits only for this."""
 
         def begin() -> None:
             if background:
@@ -251,7 +251,7 @@ class Saver:
         return pending
 
     def finish(self, pending: PendingSave, *, retire: Retire, progress: Progress | None = None) -> None:
-        """Write and commit, on the thread of `back`; where that fails, every rank raises, and nothing is committed."""
+        """Write and commit, on the thread of `back`; on failure every rank raises and nothing is committed."""
         back, values = self._back, pending.collected.values
         records: list[sharded.FileRecord] = []
         failed: ShardwiseError | None = None
@@ -287,7 +287,7 @@ class Saver:
         back.run_on_all(conclude)  # nobody returns before rank 0 has cleared away what is not committed
 
     def close(self) -> None:
-        """End the writer, give the memory back, leave the ranks' lines."""
+        """End the writer, free the memory and close the channels."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None

@@ -43,7 +43,7 @@ class StagedTensor:
 
 
 class Arena:
-    """One run of shared memory, replaced by a larger one when it must hold more."""
+    """A block of shared memory, which grows by replacement."""
 
     def __init__(self) -> None:
         self.descriptor = -1
@@ -55,7 +55,7 @@ class Arena:
         self._is_pinned = False
 
     def place(self, staged_tensors: Sequence[StagedTensor]) -> None:
-        """Give every tensor its place, and make room for them. What the arena held is lost if it must grow."""
+        """Assign an offset to every tensor, and grow if needed, which discards the contents."""
         end = 0
         # What a GPU copies in one go lies together.
         for staged in sorted(staged_tensors, key=lambda each: str(each.memory.device)):
@@ -76,15 +76,15 @@ class Arena:
             self._is_pinned = compat.pin_host_memory(self._address(), self.num_bytes)
 
     def touch(self) -> None:
-        """Have the system give out all of the memory now rather than page by page while it is written."""
+        """Fault in all pages now."""
         ctypes.memset(self._address(), 0, self.num_bytes)
 
     def view(self) -> memoryview:
-        """All bytes; none where there is no memory yet."""
+        """Return all bytes; empty without memory."""
         return memoryview(self._map if self._map is not None else b"")
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
-        """Room for a copy of `like`, contiguous."""
+        """Return a contiguous tensor for a copy of `like`."""
         assert self._map is not None
         if like.numel() == 0:
             return torch.empty(like.shape, dtype=like.dtype, device="cpu")
@@ -92,7 +92,7 @@ class Arena:
         return flat.view(like.dtype).view(like.shape)
 
     def close(self) -> None:
-        """Give the memory back, once nobody looks at it any more."""
+        """Free the memory when it has no more readers."""
         if self._is_pinned:
             compat.unpin_host_memory(self._address())
         if self.descriptor >= 0:

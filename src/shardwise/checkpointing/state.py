@@ -43,13 +43,13 @@ class FlatState:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The live ones."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Encoded, hence snapshots: what changes in the object later does not change them."""
+    """Encoded snapshots of the values."""
     paths: dict[str, KeyPath] = field(default_factory=dict)
-    """Flat name to the keys that lead there."""
+    """Flat name to its path of keys."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of tied weights."""
     details: dict[str, Any] = field(default_factory=dict)
-    """What the manifest says of the run besides; JSON."""
+    """Other metadata of the run for the manifest; JSON."""
 
     def add(self, path: KeyPath, value: Any) -> str:
         """Add a tensor or an encoded value under a name that is not taken yet; return the name."""
@@ -74,7 +74,7 @@ class FlatState:
 
 
 def dotted(path: KeyPath) -> str:
-    """The flat name of what stands under these keys."""
+    """Return the flat name of these keys."""
     return ".".join(map(str, path))
 
 
@@ -100,7 +100,7 @@ def flatten(nested: object, path: KeyPath, into: FlatState | None = None) -> tup
 
 
 def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
-    """Put together what `flatten` took apart, from its layout and what stands under each flat name now."""
+    """Invert `flatten`, from its layout and the value of each flat name."""
     match layout:
         case {"tensor": str(name)} | {"value": str(name)}:
             return found[name]
@@ -135,7 +135,7 @@ def encoded_random_state() -> dict[str, torch.Tensor]:
 
 
 def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Put states back, as far as this process has the generators."""
+    """Restore states of the generators that this process has."""
     for name, state in states.items():
         try:
             set_random_state({name: _from_bytes(state) if name in ("python", "numpy") else state})
@@ -245,7 +245,7 @@ def _leaves(state: Mapping[str, Any], start: KeyPath) -> Iterator[tuple[KeyPath,
 def kind_of(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Kind:
     """How a state tensor is laid out, compared with its parameter."""
     if isinstance(tensor, DTensor):
-        if isinstance(parameter, DTensor) and _is_alike(tensor, parameter):
+        if isinstance(parameter, DTensor) and _has_same_layout(tensor, parameter):
             return "like"
         return [f"S({each.dim})" if type(each) is Shard else "R" for each in tensor.placements]
     if not isinstance(parameter, DTensor):
@@ -257,7 +257,7 @@ def kind_of(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Kind:
 
 
 def default_kind(key: str, shape: tuple[int, ...], parameter: torch.Tensor) -> Kind:
-    """What is taken for granted of a state of that shape, where the checkpoint does not say otherwise."""
+    """Return the default layout of a state of this shape."""
     return "like" if shape == tuple(parameter.shape) and key not in COUNTERS else "plain"
 
 
@@ -295,7 +295,7 @@ def parameter_names(models: Mapping[str, list[Any]]) -> dict[int, str]:
     }
 
 
-def _is_alike(tensor: DTensor, parameter: DTensor) -> bool:
+def _has_same_layout(tensor: DTensor, parameter: DTensor) -> bool:
     ours, theirs = tensor.device_mesh, parameter.device_mesh
     same_mesh = ours is theirs or ours == theirs  # comparing meshes takes long
     return same_mesh and tensor.placements == parameter.placements and tensor.shape == parameter.shape
@@ -306,7 +306,7 @@ _ATTRIBUTE = "_shardwise_unusable"
 
 
 def mark_unusable(model: nn.Module, why: str) -> None:
-    """Let every forward in the model's tree raise, until `mark_usable`; on every rank, or the others will wait."""
+    """Make every forward in the model's tree raise until `mark_usable`; call it on every rank."""
     mark_usable(model)
 
     def refuse(*_unused: object) -> NoReturn:
@@ -319,7 +319,7 @@ def mark_unusable(model: nn.Module, why: str) -> None:
 
 
 def mark_usable(model: nn.Module) -> None:
-    """Take the mark away: all values were written again."""
+    """Remove the mark of `mark_unusable`."""
     _, handles = model.__dict__.pop(_ATTRIBUTE, ("", ()))
     for handle in handles:
         handle.remove()
@@ -349,7 +349,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take such a state over."""
+        """Load a state."""
         ...
 
 

@@ -46,12 +46,12 @@ BLOCK_BYTES = 1 << 20
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """The checksum of one run of bytes."""
+    """Return the checksum of contiguous bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def checksum_of_parts(parts: Iterable[bytes | bytearray | memoryview]) -> int:
-    """The checksum of bytes that lie in several places, as if they lay one after another."""
+    """Return the checksum of the concatenation of several buffers."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -116,7 +116,7 @@ _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 def place(path: str | Path) -> Place:
-    """A `Path`, unless it is a URL of something other than the local disk."""
+    """Return a `Path`, or the URL of remote storage."""
     text = str(path)
     if isinstance(path, Path) and _URL_AS_PATH.match(text):
         raise CheckpointError(
@@ -173,13 +173,13 @@ def os_errors(doing: str, path: Place) -> Iterator[None]:
 
 
 def damaged(what: str, where: object, why: str, fix: str = COPY_AGAIN) -> CheckpointError:
-    """The error for a checkpoint whose bytes are not what they should be."""
+    """Return the error for a damaged checkpoint."""
     return CheckpointError(what, where=str(where), why=why, fix=fix)
 
 
 @contextlib.contextmanager
 def parsing(what: str, where: object, fix: str = COPY_AGAIN) -> Iterator[None]:
-    """Turn what goes wrong when a file's content is taken apart into the error for a damaged checkpoint."""
+    """Convert parse errors to the error for a damaged checkpoint."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
@@ -242,7 +242,7 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
             self._file.close() if isinstance(self._path, str) else os.close(self._file)
 
     def append(self, data: memoryview | bytes) -> None:
-        """Write after what is there."""
+        """Append bytes."""
         self.num_bytes += len(data)
         with os_errors("write the file", self._path):
             if isinstance(self._path, str):
@@ -268,19 +268,19 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         return (*checksums, state.intdigest()) if room < block_bytes else tuple(checksums)
 
     def rewrite_start(self, data: bytes) -> None:
-        """Put other bytes at the start of a local file."""
+        """Overwrite the start of a local file."""
         with os_errors("write the file", self._path):
             os.pwrite(self._file, data, 0)
 
     def sync(self) -> None:
-        """Return once the disk has it all; a store has what it has."""
+        """Flush the file to disk; no effect for object stores."""
         if isinstance(self._path, Path):
             with os_errors("sync the file", self._path):
                 os.fsync(self._file)
 
 
 def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """The buffers without their first `count` bytes."""
+    """Return the buffers without their first `count` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]
@@ -289,7 +289,7 @@ def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _fill(buffers: list[memoryview], data: bytes) -> int:
-    """Put the bytes into the buffers; how many there were."""
+    """Copy the bytes into the buffers; return their number."""
     rest = memoryview(data)
     for buffer in buffers:
         part = rest[: len(buffer)]
@@ -314,7 +314,7 @@ def replace_file(path: Path) -> Iterator[FileWriter]:
 
 @contextlib.contextmanager
 def removed_on_error(partial: Path) -> Iterator[None]:
-    """Remove what is there now, and again if the block raises."""
+    """Remove the path now, and again if the block raises."""
     remove_tree(partial)
     try:
         yield
@@ -333,7 +333,7 @@ def write_small(path: Place, data: bytes, *, fsync: bool = True) -> None:
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """The store of a URL, and what the store calls the place."""
+    """Return the store of a URL, and the path in the store."""
     import fsspec
 
     try:
@@ -399,7 +399,7 @@ def names_in(folder: Place) -> list[str]:
 
 
 def make_folder(folder: Place) -> None:
-    """Make the folder and those above it; fine if it is there."""
+    """Create the folder and its parents; no error if it exists."""
     with os_errors("make the folder", folder):
         if isinstance(folder, Path):
             folder.mkdir(parents=True, exist_ok=True)
@@ -424,7 +424,7 @@ def sync_folder(folder: Place) -> None:
 
 
 def remove_tree(path: Place) -> None:
-    """Remove a folder with all in it, or a file; fine if it is not there."""
+    """Remove a folder recursively, or a file; no error if it does not exist."""
     with os_errors("remove the folder", path), contextlib.suppress(FileNotFoundError):
         if isinstance(path, str):
             store, name = _store(path)

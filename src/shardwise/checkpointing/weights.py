@@ -137,7 +137,7 @@ def stream_gathered(
     mesh: DeviceMesh | None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather tensors one bucket after another and let the first rank write them; collective over the mesh.
+    """Gather tensors bucket by bucket and write them on the first rank; collective over the mesh.
 
     The writer says which tensors, cast to which dtype, in which order; other ranks than the first may have another.
     """

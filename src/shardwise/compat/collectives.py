@@ -1,4 +1,4 @@
-"""Collectives beside FSDP2's: private gloo groups, watching, trial steps without communication, the flight recorder."""
+"""Other collectives: private gloo groups, observation, trial steps without communication, the flight recorder."""
 
 import ctypes
 import functools
@@ -62,7 +62,7 @@ def watch_collectives(
     failed: Callable[[Exception], None],
     waiting: Callable[[], None],
 ) -> Callable[[], None]:
-    """Follow the gathers and reductions of a group.
+    """Observe the all-gathers and reductions of a group.
 
     Args:
         group: An FSDP2 parameter group.
@@ -149,7 +149,7 @@ def reduces_over_replicas(group: Any) -> bool:
 
 
 def aborter(groups: Iterable[Any]) -> Callable[[], None]:
-    """A function, for any thread, that ends the collectives of the groups where the backend can (NCCL)."""
+    """Return a function, for any thread, that aborts the collectives of the groups, if supported (NCCL)."""
     infos = [group.mesh_info for group in groups if group.device.type != "cpu"]
     names = ("shard_process_group", "reduce_scatter_process_group", "replicate_process_group")
     found = [getattr(info, name, None) for info in infos for name in names]
@@ -163,7 +163,7 @@ def aborter(groups: Iterable[Any]) -> Callable[[], None]:
 
 
 def store_connector(prefix: str, timeout: timedelta = timedelta(seconds=30)) -> Callable[[], Any]:
-    """A function that opens a connection of its own to the store that all ranks met at."""
+    """Return a function that opens a new connection to the rendezvous store."""
     store: Any = dist.distributed_c10d._get_default_store()
 
     def connect() -> Any:
@@ -182,7 +182,7 @@ def flight_record() -> bytes | None:
 
 
 def collective_numels(group: Any) -> tuple[int, int]:
-    """Elements that a rank sends when a group is gathered, and when its gradients are reduced."""
+    """Return the number of elements that a rank sends to all-gather a group and to reduce its gradients."""
     gathered = sum(fsdp_param.padded_sharded_param_size.numel() for fsdp_param in group.fsdp_params)
     return gathered, gathered * group.fsdp_params[0].mesh_info.shard_mesh_size if group.fsdp_params else 0
 

@@ -1,5 +1,6 @@
 """DTensors, storages and views."""
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -51,7 +52,7 @@ def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of a mesh as one, a slice of the same root mesh; the same one each time.
+    """Return the flattened mesh, a slice of the same root mesh; cached.
 
     Ranks:
         Collective, the first time.
@@ -134,12 +135,12 @@ def watch_data(
 
 
 def copy_memory(tensor: DTensor) -> None:
-    """Let a DTensor hold its part in memory of its own."""
+    """Copy the local tensor of a DTensor to new memory."""
     tensor._local_tensor = tensor._local_tensor.clone()
 
 
 def reduce_in_place(tensor: DTensor) -> None:
-    """Let a DTensor that is still to be reduced hold the whole on every rank."""
+    """Reduce a partial DTensor in place; every rank gets the full tensor."""
     whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
     tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
 
@@ -175,5 +176,29 @@ def replicates_implicitly() -> bool:
 
 def in_place_operators() -> list[Any]:
     """Every operator of torch's own that writes to a tensor in place."""
-    names = [re.fullmatch(r"aten::([a-z]\w*_)(?:\.(\w+))?", name) for name in torch._C._dispatch_get_all_op_names()]
-    return [getattr(getattr(torch.ops.aten, name[1]), name[2] or "default") for name in names if name is not None]
+    return [operator for operator in _operators() if re.search(r"\w_(\.|$)", operator.name())]
+
+
+def operators_without_strategy() -> list[Any]:
+    """Operators on tensors for which torch knows no way on DTensors; random ones are left out."""
+    tables = [table for table in vars(DTensor._op_dispatcher.sharding_propagator).values() if isinstance(table, dict)]
+    known = {operator for table in tables for operator in table}.union(DTensor._op_dispatcher._custom_op_handlers)
+    return [
+        operator
+        for operator in _operators()
+        if operator not in known
+        and operator._schema.returns
+        and not any(argument.is_out for argument in operator._schema.arguments)
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+        and torch.Tag.nondeterministic_seeded not in operator.tags
+        and not operator._schema.name.startswith(
+            ("aten::resize", "aten::set", "aten::sparse")
+        )  # they change memory, not values
+    ]
+
+
+@functools.cache
+def _operators() -> list[Any]:
+    names = [re.fullmatch(r"aten::([a-z]\w*)(?:\.(\w+))?", name) for name in torch._C._dispatch_get_all_op_names()]
+    packets = [(getattr(torch.ops.aten, name[1], None), name[2] or "default") for name in names if name is not None]
+    return [operator for packet, name in packets if (operator := getattr(packet, name, None)) is not None]

@@ -100,7 +100,7 @@ class _GatherBytes:
 
 
 def gather_bytes(model: nn.Module) -> None:
-    """Let the groups of the tree all-gather their parameters as bytes."""
+    """Make the groups of the tree all-gather their parameters as bytes."""
     for group in param_groups(model):
         group._all_gather_comm = _GatherBytes(group._all_gather_comm)
 
@@ -352,7 +352,7 @@ def is_root(module: nn.Module) -> bool | None:
 
 
 def reset_iteration(root: Any) -> None:
-    """Bring a root's tree back to where a forward can start: nothing in flight, everything sharded."""
+    """Reset a root's tree for a new forward: no pending all-gathers, everything sharded."""
     if is_root(root) is None:  # no forward has run yet: there is nothing to reset but an early unshard()
         for group in groups_of(root):
             group._to_sharded()
@@ -408,7 +408,7 @@ def untouched_by_fsdp(groups: Iterable[Any], refuse: Callable[..., NoReturn]) ->
 
 @contextlib.contextmanager
 def _shadowed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute over a method, and take it away again."""
+    """Shadow a method by an instance attribute inside the block."""
     earlier = vars(owner).get(name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""What shardwise needs of FSDP1's private parts."""
+"""FSDP1's private APIs that shardwise needs."""
 
 from collections.abc import Iterator
 from typing import Any

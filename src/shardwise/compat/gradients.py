@@ -20,7 +20,7 @@ _HAS_GRAD_DTYPE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 
 
 def patch_accumulation(model: nn.Module) -> None:
-    """Make right what FSDP2 gets wrong when a gradient is a sum, in the whole tree; repeatable.
+    """Fix FSDP2's gradient accumulation in the whole tree; idempotent.
 
     Before torch 2.15, where parameters are not used in every micro-step: (1) a group that has never run raises an
     AttributeError while reduction is off; (2) a parameter whose first gradient comes with the last micro-step has
@@ -53,7 +53,7 @@ def _widen(group: Any) -> None:
 
 
 def zero_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Zeros that can be the gradient of an unsharded parameter."""
+    """Return a zero gradient for an unsharded parameter."""
     return torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
 
 
@@ -63,7 +63,7 @@ def partial_sums(group: Any) -> dict[Any, tuple[int, int]]:
 
 
 def lay_out_partial_sums(group: Any, params: Iterable[Any]) -> None:
-    """Let HSDP's partial sums be those of `params` alone, zero where one had none yet."""
+    """Restrict HSDP's partial sums to `params`, with zeros for missing ones."""
     before, after, parts = partial_sums(group), {}, []
     # The sum was written on this stream and is read on it next.
     with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
@@ -90,7 +90,7 @@ def _patched_post_backward(group: Any, post_backward: Callable[..., None], *unus
 
 
 def _unify_dtype(group: Any, gathered: list[Any]) -> None:
-    """Where some gradients wait in the reduce dtype, bring the others to it."""
+    """Cast gradients to the reduce dtype if some already have it."""
     if all(param.unsharded_accumulated_grad is None for param in gathered):
         return
     for param in gathered:
@@ -103,7 +103,7 @@ def _unify_dtype(group: Any, gathered: list[Any]) -> None:
 
 
 def _complete_partial_sums(group: Any, gathered: list[Any]) -> None:
-    """Make this reduction and the HSDP partial sum before it cover the same parameters."""
+    """Make this reduction and the previous HSDP partial sum cover the same parameters."""
     before = partial_sums(group)
     if not before and group.all_reduce_grads:
         return
@@ -130,7 +130,7 @@ def reduces_gradients(group: Any) -> bool:
 
 
 def reduce_when_backward_ends(group: Any) -> None:
-    """Keep a group gathered until backward is over, instead of freeing it when its first input has a gradient.
+    """Keep a group unsharded until the end of backward, instead of until its first input has a gradient.
 
     It is also left out of the order that backward prefetches by: that order must be the same on every rank, and a
     gathered group is kept even where its module did not run.
@@ -140,13 +140,13 @@ def reduce_when_backward_ends(group: Any) -> None:
 
 
 def around_post_backward(group: Any, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
-    """Call `before` just before a group collects its gradients for reduction, and `after` when it has reduced them."""
+    """Call `before` just before a group reduces its gradients, and `after` afterwards."""
     patch_group(group)  # the patch must see what callbacks add, so it is the innermost
     fsdp.around_method(group, "post_backward", before=before, after=after)
 
 
 def hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """What `register_hook` and `register_post_accumulate_grad_hook` have put on a parameter."""
+    """Return the hooks of `register_hook` and `register_post_accumulate_grad_hook` on a parameter."""
     return (
         list((parameter._backward_hooks or {}).values()),
         list((parameter._post_accumulate_grad_hooks or {}).values()),
@@ -154,7 +154,7 @@ def hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Ca
 
 
 def replace_post_backward_hook(group: Any, register: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
-    """Let `register(group, args, kwargs)` hang the group's post-backward on the inputs of a call."""
+    """Let `register(group, args, kwargs)` attach the group's post-backward to the inputs of a call."""
     group._register_post_backward_hook = functools.partial(register, group)
 
 
@@ -200,7 +200,7 @@ def edges_before(node: Any, output: int) -> list[tuple[Any, int]]:
 
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, *, reduce: bool, all_reduce: bool, is_last: bool) -> Iterator[None]:
-    """Set FSDP2's accumulation switches in the whole tree, and put back what was there on leaving."""
+    """Set FSDP2's accumulation switches in the whole tree inside the block."""
     before = [(module, *_switches(module)) for module in fsdp_modules(model)]
     try:
         for module, *_ in before:
@@ -241,14 +241,14 @@ def clear_gradients(groups: Iterable[Any], modules: set[nn.Module], *, set_to_no
 
 
 def _unreduced(param: Any) -> list[tuple[Any, str]]:
-    """Where a parameter's gradient waits for its reduction: the objects and the attributes that hold it."""
+    """Return the objects and attributes with a parameter's unreduced gradient."""
     places = [(param, "unsharded_accumulated_grad")] if "unsharded_accumulated_grad" in vars(param) else []
     unsharded = getattr(param, "_unsharded_param", None)
     return places if unsharded is None else [*places, (unsharded, "grad")]
 
 
 def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
-    """Give a gathered, trainable parameter without a gradient a zero one.
+    """Set a zero gradient on an unsharded, trainable parameter without one.
 
     Returns:
         Whether it was filled; None when there is nothing to do: frozen, never gathered, or not reduced now.
@@ -265,7 +265,7 @@ def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
 
 
 def set_reduce_dtype(group: Any, dtype: torch.dtype) -> None:
-    """Sum a group's gradients in another dtype from now on; complex ones keep theirs."""
+    """Set the reduce dtype of a group's gradients; complex ones keep theirs."""
     if not any(parameter.is_complex() for parameter in fsdp.sharded_parameters(group)):
         fsdp.change_policy(group, reduce_dtype=dtype)
         group._init_mp_dtypes()
@@ -326,24 +326,24 @@ class LocalGradScaler(torch.amp.GradScaler):
 
 
 def unsharded_gradient_bytes(group: Any) -> int:
-    """Bytes of whole gradients that wait for their reduction."""
+    """Return the bytes of unreduced, unsharded gradients."""
     waiting = [getattr(owner, name) for param in group.fsdp_params for owner, name in _unreduced(param)]
     return sum(gradient.nbytes for gradient in waiting if gradient is not None)
 
 
 def has_fused_kernels(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether torch's fused optimizers can change all of these."""
+    """Whether torch's fused optimizers support all of these."""
     devices = _get_fused_kernels_supported_devices()
     return all(p.is_floating_point() and p.device.type in devices for p in parameters)
 
 
 def set_supports_found_inf(optimizer: torch.optim.Optimizer, allowed: bool) -> None:
-    """Mark an optimizer as one that heeds what `set_found_inf` sets."""
+    """Mark an optimizer as supporting `set_found_inf`."""
     optimizer._step_supports_amp_scaling = allowed  # pyrefly: ignore[missing-attribute]
 
 
 def set_found_inf(optimizer: torch.optim.Optimizer, is_bad: torch.Tensor) -> bool:
-    """Let the next step change nothing where `is_bad` is 1, decided on the device; False where it cannot be."""
+    """Skip the next step on the device if `is_bad` is 1; return False if unsupported."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):  # fused kernels take what GradScaler sets
         return False
     optimizer.grad_scale, optimizer.found_inf = None, is_bad  # pyrefly: ignore[missing-attribute]

@@ -1,4 +1,4 @@
-"""Groups of a single rank: nothing travels, so parameters and gradients are cast once, on the stream that computes.
+"""Groups of a single rank: no communication, so parameters and gradients are cast once, on the compute stream.
 
 FSDP2 casts a parameter and then copies it, and copies a gradient twice, through buffers that belong to streams of
 their own. Activations cannot reuse the memory of such buffers, so that a full GPU maps and unmaps memory in each step.

@@ -18,17 +18,17 @@ def can_compile(device: torch.device) -> bool:
 
 
 def memory_budget(budget: float) -> AbstractContextManager[None]:
-    """What is compiled inside keeps this part of the activations that it would keep for backward."""
+    """Context manager: compiled code saves this fraction of its activations for backward."""
     return importlib.import_module("torch._functorch.config").patch("activation_memory_budget", budget)
 
 
 def sequence_number() -> int:
-    """Autograd's clock: operations recorded from now on have this number or a higher one."""
+    """Return autograd's sequence number: later operations have this number or a higher one."""
     return torch.autograd._get_sequence_nr()
 
 
 def sequence_number_of(node: Any) -> int:
-    """When autograd recorded a node, on the clock of `sequence_number`."""
+    """Return the sequence number of an autograd node."""
     return node._sequence_nr()
 
 
@@ -78,7 +78,7 @@ def pin_host_memory(address: int, num_bytes: int) -> bool:
 
 
 def unpin_host_memory(address: int) -> None:
-    """Take that back, before the memory is given up."""
+    """Undo `pin_host_memory` before freeing the memory."""
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(address)
 

@@ -1,4 +1,4 @@
-"""Which versions of torch are tested, and which of its private parts shardwise needs. Names only: nothing is called."""
+"""Tested torch versions, and private APIs that shardwise needs. Names only: nothing is called."""
 
 import functools
 import inspect
@@ -60,6 +60,7 @@ NEEDED: dict[str, str] = {
     "torch.distributed.tensor:Shard": "_split_tensor",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
     "torch.amp:GradScaler": "_unscale_grads_",
+    "torch._ops:OpOverload": "_schema",
     "torch.optim:AdamW": "_step_supports_amp_scaling",
     "torch.optim:SGD": "_step_supports_amp_scaling",
     "torch.autograd": "_get_sequence_nr _engine_run_backward _unsafe_preserve_version_counter",
@@ -68,7 +69,7 @@ NEEDED: dict[str, str] = {
     "torch:Tensor": "_base _backward_hooks _post_accumulate_grad_hooks _in_backward_optimizers?",
     "torch:UntypedStorage": "_cdata",
     "torch._C": "_current_graph_task_id _will_engine_execute_node _storage_Use_Count _distributed_c10d "
-    "DisableTorchFunctionSubclass _dispatch_get_all_op_names",
+    "DisableTorchFunctionSubclass _dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key",
     "torch._C._distributed_c10d": "_dump_fr_trace? _dump_nccl_trace?",
     "torch._C:TensorBase": "data",
     "torch": "_C _amp_foreach_non_finite_check_and_unscale_",
@@ -88,7 +89,7 @@ NEEDED: dict[str, str] = {
 
 @functools.cache
 def check_torch() -> None:
-    """Look once for everything private that shardwise needs of torch; warn about a torch outside the tested range.
+    """Check once for all private APIs that shardwise needs; warn about an untested torch.
 
     Raises:
         EnvironmentProblem: Something is missing.
@@ -109,7 +110,7 @@ def check_torch() -> None:
 
 
 def missing_attributes() -> Iterator[str]:
-    """Each entry of `NEEDED` that the installed torch does not have."""
+    """Return the entries of `NEEDED` that the installed torch lacks."""
     for place, names in NEEDED.items():
         module, _, owner_name = place.partition(":")
         try:

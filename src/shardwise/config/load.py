@@ -22,7 +22,7 @@ _FIX = "shardwise train --print-config shows every setting with its default"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys without a word; a reader would not notice."""
+    """Rejects duplicate keys, of which YAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -59,7 +59,7 @@ def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, ove
 
 
 def check_ranges(config: object, section: str = "") -> None:
-    """Raise where a setting made in Python is out of the range of its type; `section` is its path in a run file."""
+    """Raise if a setting is out of the range of its type; `section` is its path in a run file."""
     try:
         TypeAdapter(type(config)).validate_python(_plain(config))
     except ValidationError as error:
@@ -70,7 +70,7 @@ def check_ranges(config: object, section: str = "") -> None:
 
 
 def change_config(config: C, changes: Mapping[str, Any], section: str) -> C:
-    """A config with some settings changed, those of an inner config by a mapping; values keep their types."""
+    """Return a config with some settings changed, those of an inner config by a mapping."""
     cls: Any = type(config)
     values = json.dumps(_merged(_plain(config), changes), default=repr)
     try:
@@ -106,7 +106,7 @@ def _yaml_lines(values: Mapping[str, Any], notes: Mapping[str, Iterable[str]], p
 
 
 def read_yaml(path: str | PathLike[str] | None) -> dict[str, Any]:
-    """The mapping that a YAML file holds; none for no file."""
+    """Return the mapping in a YAML file; empty without a file."""
     if path is None:
         return {}
     try:
@@ -127,7 +127,7 @@ def read_yaml(path: str | PathLike[str] | None) -> dict[str, Any]:
 
 
 def _apply(values: dict[str, Any], override: str) -> str | None:
-    """Set one `a.b=value`, making mappings on the way; what is wrong with it, or None."""
+    """Set one `a.b=value`, creating mappings as needed; return an error or None."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -176,7 +176,7 @@ def _explain(items: Iterable[Mapping[str, Any]], cls: type) -> Iterator[str]:
 
 
 def _locate(cls: type, loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], type | None]:
-    """The path a user would write, without pydantic's names of union branches, and the class it ends in."""
+    """Return the setting's path, without pydantic's names of union branches, and its class."""
     path: list[str | int] = []
     candidates: list[type] = [cls]
     owner: type | None = cls

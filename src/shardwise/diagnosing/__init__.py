@@ -1,1 +1,1 @@
-"""Know why: checks of a live model, a guard against diverging ranks, hangs, and the environment."""
+"""Checks of a live model, a guard against diverging ranks, hangs, and the environment."""

@@ -1,4 +1,4 @@
-"""check(): look at a sharded model and its optimizers, live, on all ranks."""
+"""check(): inspect a live sharded model and its optimizers on all ranks."""
 
 from __future__ import annotations
 
@@ -434,7 +434,7 @@ _CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 
 
 def check(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> list[Finding]:
-    """Look for everything that would make training silently wrong.
+    """Find silent training errors in a live model.
 
     Call it before the first step, or between steps: inside one, groups are unsharded on purpose.
 

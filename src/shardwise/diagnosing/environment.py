@@ -1,4 +1,4 @@
-"""What this environment is: torch, devices, launcher, known bad settings, bandwidth between ranks."""
+"""The environment: torch, devices, launcher, known bad settings, bandwidth between ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKED_ON = "2026-11-15"
 
 @dataclass(frozen=True, slots=True)
 class KnownBad:
-    """A package in some versions, and what they do."""
+    """Versions of a package with a known problem."""
 
     code: str
     package: str
@@ -42,7 +42,7 @@ class KnownBad:
     fix: str
     source: str
     backend: str = ""
-    """Only where this communication backend is in use."""
+    """Only with this communication backend."""
     severity: Severity = Severity.WARNING
 
 
@@ -96,7 +96,7 @@ TABLE = (
 
 
 def find_known_bad(versions: Mapping[str, str], backend: str) -> list[Finding]:
-    """The rows of the table that apply to these versions of packages, and to what the ranks talk with."""
+    """Return the known problems of these package versions and communication backends."""
     found = []
     for row in TABLE:
         try:
@@ -125,7 +125,7 @@ class Measured:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the whole result; what a model of that size would see."""
+        """Bandwidth, from the bytes of the full result."""
         return self.num_bytes / self.seconds
 
 
@@ -184,14 +184,14 @@ _MIN_DISK_BYTES = 10 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Facts by subject, and what is wrong with them."""
+    """Facts by subject, and findings."""
 
     facts: dict[str, dict[str, Any]]
     findings: tuple[Finding, ...]
 
 
 def collect_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Gather the facts of this process's machine; environment variables are by default this process's."""
+    """Collect facts about this machine; environment variables default to this process's."""
     env = os.environ if variables is None else variables
     versions = _versions()
     try:
@@ -259,7 +259,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _judge(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """What is wrong with limits, GPUs, environment variables and the launcher."""
+    """Return findings about limits, GPUs, environment variables and the launcher."""
     machine, gpus, variables, launcher = (facts[name] for name in ("machine", "gpus", "variables", "launcher"))
     shared, (files, most_files), free = (
         machine[name] for name in ("shared_memory_bytes", "open_files", "disk_free_bytes")

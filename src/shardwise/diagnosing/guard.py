@@ -1,4 +1,4 @@
-"""guard(): raise when ranks diverge, and repair what can be repaired. explained(): errors leave with cause and fix."""
+"""guard(): raise when ranks diverge, or repair. explained(): add cause and fix to errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _REPAIRED = "_shardwise_repaired"
 
 
 def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
-    """Let ranks skip the named modules, and use any parameter or none, from now on; collective.
+    """Allow ranks to skip the named modules and any parameters; collective.
 
     The groups at and below each stay unsharded for a whole pass. It stays with the model when the guard is closed.
     Where nobody used a parameter it has no gradient, as in one process.
@@ -86,7 +86,7 @@ def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> 
 
 
 def _keep_unsharded(model: nn.Module, groups: list[Any]) -> None:
-    """Unshard the groups on every rank when the root is entered, and free them when the pass is over."""
+    """Unshard the groups on every rank from the root's forward to the end of the pass."""
     kept = KeptUnsharded(groups)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ _ATTRIBUTE = "_shardwise_guard"
 
 
 class Guard:
-    """What `guard` returns: watches until it is closed, the model is gone, or the process ends."""
+    """Handle of `guard`, active until it is closed, the model is deleted, or the process ends."""
 
     def __init__(self, model: nn.Module, watching: Watch) -> None:
         self.tracers = watching.tracers
@@ -128,7 +128,7 @@ class Guard:
                 raise tracer.found_at_end
 
     def close(self) -> None:
-        """Stop watching, and tell the other ranks that this one has left.
+        """Stop the guard, and record that this rank has left.
 
         Raises:
             ShardError: What ranks of another machine did differently just before the end is known only now.
@@ -147,7 +147,7 @@ def guard(
     machine: str | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Guard:
-    """Watch a sharded model, and raise when ranks diverge.
+    """Guard a sharded model, and raise when ranks diverge.
 
     `shard` does so by itself, with a patience of a minute; this one also repairs, reports late ranks sooner, and takes
     models that were sharded by hand. Before each all-gather, reduce-scatter and optimizer step a rank writes down what

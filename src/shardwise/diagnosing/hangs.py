@@ -34,7 +34,7 @@ class Collective:
 
     @property
     def what(self) -> tuple[Any, ...]:
-        """What must be the same on every rank."""
+        """Return the fields that must be equal on all ranks."""
         return self.name, self.sizes, self.dtypes
 
 
@@ -48,7 +48,7 @@ class Hang:
     odd: tuple[int, ...]
     """Ranks that did not reach it, or ran another collective."""
     doing: Mapping[int, str]
-    """What each rank does there."""
+    """Collective of each rank."""
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.odd))
@@ -59,7 +59,7 @@ class Hang:
 
 
 def explain_hang(folder: str | Path) -> list[Hang]:
-    """Read the dumps of a run that hung and say which rank is the odd one out.
+    """Read the dumps of a run that hung and find the diverging rank.
 
     Args:
         folder: Holds one dump a rank (`..._0`, `..._1`: what torch's flight recorder, or `dump_collectives`, wrote),

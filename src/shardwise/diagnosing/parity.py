@@ -162,14 +162,14 @@ Buffers = dict[str, Tensor | None]
 
 
 class ReferenceStep(NamedTuple):
-    """What one process saw in a step."""
+    """Results of one step in one process."""
 
     losses: list[float]
-    """One a rank."""
+    """One per rank."""
     gradients: dict[str, Tensor | None]
     """Averaged over ranks; None where no rank has one."""
     own_gradients: dict[str, Tensor | None]
-    """Before averaging, of the rank that asks."""
+    """Before averaging, of the calling rank."""
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ class ReferenceRun:
 
 @contextmanager
 def _noting_order(model: nn.Module, order: dict[str, int]) -> Iterator[None]:
-    """Within the block, note in which order modules are first called, and with them their parameters."""
+    """Inside the block, record the order in which modules, and their parameters, are first used."""
 
     names = {module: prefix for prefix, module in model.named_modules()}
 
@@ -252,7 +252,7 @@ def average(gradients: list[Tensor | None]) -> Tensor | None:
 
 
 def registered_buffers(model: nn.Module) -> Buffers:
-    """Every buffer by FQN, as it stands: not a copy."""
+    """Return every buffer by FQN, not copied."""
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, module in model.named_modules()
@@ -265,7 +265,7 @@ Tensors = Mapping[str, Tensor | None]
 
 @dataclass(slots=True)
 class RunComparison:
-    """The sharded model next to the one process, and what this rank saw of their differences."""
+    """The sharded run and the single-process run, and this rank's differences."""
 
     reference: ReferenceRun
     model: nn.Module
@@ -279,9 +279,9 @@ class RunComparison:
     losses: list[float] = field(default_factory=list)
     reference_losses: list[float] = field(default_factory=list)
     slack: dict[str, Tensor] = field(default_factory=dict)
-    """How far optimizer steps may have driven each entry apart, given the gradients so far."""
+    """Allowed difference of each element after the optimizer steps so far."""
     drift: float = 0.0
-    """How far rounding has driven a parameter apart, through the optimizer."""
+    """Difference of a parameter due to rounding in the optimizer."""
 
     def compare_start(self) -> None:
         """Compare weights and ties before the first step."""
@@ -312,7 +312,7 @@ class RunComparison:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _compare_gradients(self, expected: ReferenceStep, before: dict[str, Tensor], step: int) -> None:
-        """Compare gradients, and note how far the coming optimizer step may drive parameters apart."""
+        """Compare gradients, and update the allowed difference of parameters after the optimizer step."""
         ours = {name: parameter.grad for name, parameter in self._parameters().items()}
         floor = criteria.GRADIENT_FLOOR * max(map(criteria.largest, expected.gradients.values()), default=0.0)
         mistaken = expected.own_gradients
@@ -334,7 +334,7 @@ class RunComparison:
         floor: float = 0.0,
         mistaken: Tensors | None = None,
     ) -> dict[str, Gap]:
-        """Measure this rank's part of every pair, on the scale of the whole.
+        """Compare this rank's part of every pair, relative to the full tensor.
 
         `mistaken` is what the sharded run would hold after the usual mistake.
         """
@@ -394,7 +394,7 @@ class RunComparison:
 
 
 def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What this rank holds of a tensor, and the same part of one process's.
+    """Return this rank's part of a tensor, and the same part of the single-process tensor.
 
     Between them the ranks compare everything, replicas too, and none waits for another that has no gradient.
     """
@@ -462,7 +462,7 @@ def parity(
         ShardError: `build_model` makes different weights on different ranks.
 
     Ranks:
-        Collective. Each rank holds the whole model once more, for the one process.
+        Collective. Each rank also holds the full model, for the single-process run.
     """
     if steps < 1:
         raise ConfigError(
@@ -595,7 +595,7 @@ def _checksums(model: nn.Module) -> str:
 
 
 def _verdict(comparison: RunComparison, plan: Plan) -> Parity:
-    """What all ranks saw together. Collective."""
+    """Combine the results of all ranks. Collective."""
     seen = gather_over_mesh(comparison.mesh, (comparison.first, comparison.worst, comparison.losses))
     differences, worst_by_rank, losses = zip(*seen, strict=True)
 

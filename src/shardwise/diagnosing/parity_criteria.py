@@ -1,4 +1,4 @@
-"""What counts as equal: differences, tolerances, likely causes, and the verdict."""
+"""Criteria of parity: differences, tolerances, likely causes, and the verdict."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ ORDER: tuple[Quantity, ...] = ("weight", "tie", "loss", "gradient", "parameter",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """How far one number or tensor of the sharded run is from one process."""
+    """Deviation of one number or tensor of the sharded run from one process."""
 
     quantity: Quantity
     name: str
@@ -42,13 +42,13 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first thing that differs, where it lives, and what usually causes it."""
+    """The first difference, its module, and its likely cause."""
 
     deviation: Deviation
     module: str
     """FQN and class of the module that owns it."""
     num_others: int
-    """How many more of the same quantity differ in the same step."""
+    """Number of other deviations of this quantity in the same step."""
     cause: str
 
     def __str__(self) -> str:
@@ -146,7 +146,7 @@ def likely_cause(
     low_precision: bool,
     usual_mistake: bool = False,
 ) -> str:
-    """What to look at first, of everything of one quantity that differs in one step, in the order of forward.
+    """Return the likely cause of the deviations of one quantity in one step, in the order of forward.
 
     `usual_mistake`: a gradient equals this rank's own, not averaged; a parameter is what it was before the step.
     """
@@ -272,7 +272,7 @@ def measure(
 
 
 def step_slack(sharded: Tensor, reference: Tensor, largest_update: float) -> Tensor:
-    """How far one optimizer step may drive each entry apart, given both gradients.
+    """Return the allowed difference of each element after one optimizer step, given both gradients.
 
     An adaptive optimizer divides a gradient by its own size, so a relative error of r in a gradient becomes
     about r times the update; where a gradient is nothing but rounding noise, its very sign is arbitrary.
@@ -329,12 +329,12 @@ class Tolerance:
     """Factor from the second step on: an adaptive optimizer magnifies rounding."""
 
     def at(self, step: int) -> float:
-        """What is allowed in a step, counted from 1."""
+        """Return the tolerance of a step, counted from 1."""
         return self.relative * (self.growth if step > 1 else 1.0)
 
 
 def tolerance_for(plan: Plan, asked: float | None = None) -> Tolerance:
-    """The tolerance that the plan's coarsest dtype calls for, unless the user asked for one."""
+    """Return the tolerance for the plan's lowest-precision dtype, unless set by the user."""
     storage = {parameter.dtype for parameter in plan.parameters}
     narrowed = {group.param_dtype for group in plan.groups if set(group.storage_dtypes) - {group.param_dtype}}
     narrowed &= COMPUTE.keys()

@@ -13,7 +13,7 @@ from shardwise import compat
 
 
 def dump_collectives(folder: str | Path, model: nn.Module | None = None) -> Path | None:
-    """Write what torch's flight recorder has kept on this rank, for `explain_hang` and `shardwise explain FOLDER`.
+    """Write torch's flight recorder of this rank, for `explain_hang` and `shardwise explain FOLDER`.
 
     The recorder must be on when the process group starts: TORCH_FR_BUFFER_SIZE=2000 in the environment.
 

@@ -25,7 +25,7 @@ _TIMEOUT = timedelta(hours=4)  # a slow disk of one rank must not end the run of
 
 
 class Channel:
-    """All ranks on a gloo group of their own, or this process alone where there is no process group.
+    """A separate gloo group of all ranks, or this process without a process group.
 
     One thread at a time may use it. Messages are pickled and trusted: they come from the ranks of this run. Collective,
     and so is every method but `close`: every rank must make its channels in the same order. `kind` is raised when a
@@ -79,7 +79,7 @@ class Channel:
         return run_on_all(work, self, self._kind)
 
     def close(self) -> None:
-        """Leave. The other ranks may stay a moment longer."""
+        """Destroy the group of this rank."""
         self._group = self._store = None
 
     def _has_arrived(self, rank: int) -> bool:
@@ -155,7 +155,7 @@ def gather_over_mesh(mesh: DeviceMesh | None, value: T) -> list[T]:
 
 
 def flag_device(group: dist.ProcessGroup | None) -> torch.device:
-    """CPU if the backend can send from it: asking a GPU for a flag would wait for all work queued there."""
+    """Return the CPU if the backend supports it: a flag on a GPU would synchronize with all queued work."""
     backends = dist.get_backend_config(group)
     if "cpu:" in str(backends) and "cpu:nccl" not in str(backends):
         return torch.device("cpu")
@@ -197,7 +197,7 @@ def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh
 
 
 def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> None:
-    """Raise a ShardError on every rank unless all hold the same text, with the lines that differ from rank 0's.
+    """Raise a ShardError on every rank unless all have the same text, with the lines that differ from rank 0's.
 
     `what` says what it is, as in "the sharding plan". Collective: one small all-gather when the ranks agree.
     """
@@ -219,7 +219,7 @@ def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> No
 def raise_on_all_ranks(
     error: BaseException | None, *, group: Ranks = None, kind: type[ShardwiseError] = ShardError
 ) -> None:
-    """Raise on every rank if any rank brings an error; collective, after local work that can fail.
+    """Raise on every rank if any rank passes an error; collective, after local work that can fail.
 
     A rank raises its own error where it has one; the others that of the first rank that has, under its number, and as
     `kind` where it is none of ours.
@@ -260,7 +260,7 @@ def run_and_gather(
 
 
 def as_shardwise_error(error: BaseException, kind: type[ShardwiseError] = ShardError) -> ShardwiseError:
-    """The error itself if it is one of ours, else one that says the same and can be sent to other ranks."""
+    """Return the error if it is a ShardwiseError, else an equivalent one that can be sent to other ranks."""
     if isinstance(error, ShardwiseError):
         return error
     return kind(
@@ -275,7 +275,7 @@ def _is_distributed() -> bool:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error itself if it survives a pickle round trip, else one that says the same."""
+    """Return the error if it can be pickled, else an equivalent one."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""The trace of collectives that each rank writes to shared memory, its way to other machines, and where two differ."""
+"""The trace of collectives that each rank writes to shared memory, its exchange between machines, and comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwise.errors import ShardError
 
 
 class CollectiveKind(enum.IntEnum):
-    """What a rank is about to do together with the others."""
+    """Kind of the next collective of a rank."""
 
     ALL_GATHER_FORWARD = 0
     ALL_GATHER_EVALUATION = 1
@@ -52,7 +52,7 @@ _STEP = 0xFFFF_0000
 
 
 def encode(kind: CollectiveKind, group: int, num_elements: int) -> int:
-    """Two bits of kind, fourteen of the group, sixteen that tell buffers of different sizes apart."""
+    """Encode an event: two bits of kind, fourteen of the group, sixteen of the buffer size."""
     return kind << 30 | group << 16 | zlib.crc32(num_elements.to_bytes(8, "little")) & 0xFFFF
 
 
@@ -62,17 +62,17 @@ def is_step(event: int) -> bool:
 
 
 def kind_of(event: int) -> CollectiveKind:
-    """What kind of collective it is; not for optimizer steps."""
+    """Return the kind of an event; not for optimizer steps."""
     return CollectiveKind(event >> 30)
 
 
 def group_of(event: int) -> int:
-    """The number of the group that it is about; not for optimizer steps."""
+    """Return the group number of an event; not for optimizer steps."""
     return event >> 16 & 0x3FFF
 
 
 class GroupNames:
-    """Names of the groups that events are about, of all models whose collectives the same ranks take part in.
+    """Names of the groups in events, for all models of the same ranks.
 
     Args:
         names: The groups of the first model.
@@ -100,7 +100,7 @@ class GroupNames:
         return numbers
 
     def add_step(self, parameters: Sequence[tuple[int, int]]) -> int:
-        """The event of a step of an optimizer that holds these parameters: their groups, and their places in these.
+        """Return the step event of an optimizer with these parameters: their groups, and their positions in them.
 
         It is not a collective, but what is done before it must be the same on all ranks.
         """
@@ -146,7 +146,7 @@ _TEXT_BYTES = 8064
 
 
 class RankTrace(ctypes.Structure):
-    """One rank's trace: its last collectives, its state, and where its training thread is or what it found.
+    """One rank's trace: its last collectives, its state, and the stack of its training thread or its error.
 
     It lies in memory that the ranks of a machine share; of a rank on another machine it is a copy.
     """
@@ -181,27 +181,27 @@ class RankTrace(ctypes.Structure):
 
     @property
     def seconds_still(self) -> float:
-        """Seconds since it was seen to write an event."""
+        """Seconds since its last observed event."""
         return time.monotonic() - self.moved_at
 
     @property
     def seconds_unheard(self) -> float:
-        """Seconds since its machine was last heard of; 0 for a rank of this machine."""
+        """Seconds since the last message of its machine; 0 for a rank of this machine."""
         return time.monotonic() - self.heard_at if self.heard_at else 0.0
 
     @property
     def text(self) -> str:
-        """The stack of its training thread when it last stood still, or what it found to be wrong."""
+        """The last recorded stack of its training thread, or its error."""
         return self.text_bytes[: self.text_length].decode(errors="replace")
 
     @property
     def is_text_current(self) -> bool:
-        """Whether the text was written where the rank is now, or is final."""
+        """Whether the text matches the rank's current event, or is final."""
         return self.has_concluded or (self.text_length > 0 and self.text_count == self.count)
 
     @property
     def verdict(self) -> str | None:
-        """What the rank found to be wrong, if it did."""
+        """The error that the rank found, if any."""
         return self.text if self.has_concluded else None
 
     @property
@@ -210,7 +210,7 @@ class RankTrace(ctypes.Structure):
         return max(self.count - HISTORY, 0)
 
     def event(self, index: int) -> int | None:
-        """The event of that index; None when the rank has not reached it, or it is no longer kept."""
+        """Return the event of an index; None if the rank has not reached it, or it was overwritten."""
         return self.ring[index & _MASK] if self.first <= index < self.count else None
 
     def events(self, start: int, end: int) -> bytes:
@@ -220,23 +220,23 @@ class RankTrace(ctypes.Structure):
         return bytes(ring[first:last]) if first <= last else bytes(ring[first:]) + bytes(ring[:last])
 
     def open(self) -> None:
-        """Say that this process writes here."""
+        """Record that this process writes this trace."""
         self.pid, self.step = os.getpid(), 1
         self.touch()
 
     def touch(self, seconds_ago: float = 0.0) -> None:
-        """Note when the rank was last seen to move."""
+        """Record the time of the last observed progress."""
         self.moved_at = time.monotonic() - seconds_ago
 
     def set_text(self, text: str, *, is_verdict: bool = False) -> None:
-        """Replace the text; a verdict is kept for all to read, also when this process is gone."""
+        """Replace the text; an error stays readable after this process ends."""
         data = text.encode()[:_TEXT_BYTES]
         self.text_length = 0
         self.text_bytes = data
         self.text_length, self.text_count, self.has_concluded = len(data), self.count, is_verdict
 
     def to_bytes(self) -> bytes:
-        """The trace as other machines read it."""
+        """Serialize the trace for other machines."""
         message = RankTrace.from_buffer_copy(self)
         message.sent_at = time.monotonic()
         # A rank that moves is alive; to ask the system costs more.
@@ -244,7 +244,7 @@ class RankTrace(ctypes.Structure):
         return bytes(message)
 
     def copy_from(self, message: bytes) -> None:
-        """Show the trace of a rank on another machine."""
+        """Load the trace of a rank on another machine."""
         theirs = RankTrace.from_buffer_copy(message)
         if theirs.count < self.count:
             return  # two ranks of this machine have read the store, and the other one later
@@ -255,7 +255,7 @@ class RankTrace(ctypes.Structure):
         self.count = count  # last: whoever sees it finds the events
 
     def writer(self, others: Sequence[RankTrace]) -> Callable[[int], bool]:
-        """A function that adds an event, and says whether one of the others seems to have another at its place.
+        """Return a function that appends an event, and returns whether another rank may have a different one.
 
         It runs before each collective of a training step, so it does nothing else.
         """
@@ -276,7 +276,7 @@ class RankTrace(ctypes.Structure):
 
 
 def create_shared_trace(num_ranks: int) -> Path:
-    """Make the file, in memory where the machine has a place for that.
+    """Create the file, in shared memory if available.
 
     Ranks:
         Local: one rank of each machine makes it, all open it, and that rank removes the name.
@@ -294,7 +294,7 @@ def create_shared_trace(num_ranks: int) -> Path:
 
 
 def open_shared_trace(path: Path, num_ranks: int) -> list[RankTrace]:
-    """The traces of all ranks in a file that exists; the memory is freed with the last of them."""
+    """Open the traces of all ranks in an existing file; the memory is freed with the last trace."""
     size = ctypes.sizeof(RankTrace)
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), num_ranks * size)
@@ -302,7 +302,7 @@ def open_shared_trace(path: Path, num_ranks: int) -> list[RankTrace]:
 
 
 def shared_folder() -> str:
-    """Where shared traces are kept: shared memory, or the folder of temporary files."""
+    """Return the folder of shared traces: shared memory, or the temporary folder."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
@@ -338,7 +338,7 @@ class Machines:
 
     @property
     def near(self) -> tuple[int, ...]:
-        """The first machine and the two next to this one: whoever differs differs from one of its neighbours."""
+        """Return the first machine and the two neighbours: a difference shows between neighbours."""
         count = len(self.ranks)
         return tuple(sorted({0, (self.own - 1) % count, (self.own + 1) % count} - {self.own}))
 
@@ -390,7 +390,7 @@ class StoreExchange:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether a rank of this machine stands still or has left, so that all machines are of interest."""
+        """Whether a rank of this machine stalls or has left, so that all machines are read."""
         local = [self._traces[rank] for rank in self._machines.local]
         return any(trace.wants_all or trace.has_ended or trace.seconds_still > _STILL_SECONDS for trace in local)
 
@@ -434,7 +434,7 @@ class StoreExchange:
 
 
 class StepAgreement:
-    """Compares between machines, before an optimizer step, what led to it. Used by the first rank of each machine.
+    """Compares trace digests between machines before an optimizer step. Used by the first rank of each machine.
 
     Each machine leaves a digest in the store and reads those of all: two round trips a step.
 
@@ -449,7 +449,7 @@ class StepAgreement:
         self._step = self._num_missed = 0
 
     def is_shared(self, digest: str, waiting: Callable[[], None]) -> bool:
-        """Whether no machine is known to have come to this step in another way.
+        """Whether no machine has a different digest.
 
         Args:
             digest: Of what this machine's ranks did.
@@ -476,7 +476,7 @@ class StepAgreement:
 def open_traces(
     process_group: dist.ProcessGroup, machine: str | None
 ) -> tuple[list[RankTrace], Machines, StoreExchange | None]:
-    """Open the shared memory of this machine, and the way to the traces of other machines.
+    """Open the shared memory of this machine, and the exchange with other machines.
 
     Args:
         process_group: The ranks that take part.

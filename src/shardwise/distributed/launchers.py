@@ -32,7 +32,7 @@ class Launch:
     restarts: int = 0
     """Number of restarts by the launcher."""
     job: str = ""
-    """The launcher's name of the job, which restarts keep; empty without one."""
+    """The launcher's job name, unchanged by restarts; empty without one."""
     source: str = "single"
     """The launcher: torchrun, ray, slurm, mpi or single."""
 
@@ -154,7 +154,7 @@ def local_environment(rank: int, num_ranks: int, port: int, num_restarts: int) -
 
 
 def rendezvous_error(error: BaseException, launch: Launch, timeout_s: float) -> EnvironmentProblem:
-    """The error of a rank that did not meet the others in time, from what torch raised."""
+    """Return the error of a failed rendezvous, from torch's exception."""
     address, port = f"{launch.master_addr}:{launch.master_port}", launch.master_port
     text = str(error)
     first_line = (text.strip().splitlines() or [""])[0].split(" Exception raised from")[0].rstrip(". ")

@@ -83,7 +83,7 @@ def run_rank(
 
 
 def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> threading.Event:
-    """Take signals as stop requests, if there are any; return what to set when the target has returned.
+    """Treat signals as stop requests, if any; return the event to set when the target returns.
 
     The second Ctrl-C is the launcher's to hear: a terminal sends Ctrl-C to launcher and ranks alike. When the launcher
     dies, nobody reads a result any more: a job that can stop is asked to, any other is ended.
@@ -215,7 +215,7 @@ _KILLED_S = 30.0  # a process that hangs in the kernel may survive SIGKILL
 
 
 class RankGroup:
-    """Local ranks, from their start to their end; a stop request is passed on to them once, and `on_stop` called."""
+    """Local ranks, from start to end; a stop request is forwarded once, and `on_stop` called."""
 
     def __init__(self, num_ranks: int, stop: StopRequest, on_stop: Callable[[], None]) -> None:
         self._num_ranks, self._stop, self._on_stop = num_ranks, stop, on_stop
@@ -226,7 +226,7 @@ class RankGroup:
         self._has_announced_stop = False
 
     def run(self, job: Sequence[object], num_restarts: int) -> list[Any] | Cause:
-        """Start the ranks with the first arguments of `run_rank`; their results, or why one ended without one."""
+        """Start the ranks with the first arguments of `run_rank`; return their results, or the cause of a failure."""
         from torch.distributed import TCPStore
 
         self._processes, self._heard = {}, {"listening": {}, "told": {}, "result": {}, "error": {}}
@@ -302,7 +302,7 @@ def start_local(
     stop_signals: Sequence[str] = (),
     tell: Callable[[str], None] | None = None,
 ) -> list[Any]:
-    """Run a function on `num_ranks` new local ranks and return what each returned, by rank.
+    """Run a function on `num_ranks` new local ranks and return the results by rank.
 
     Args:
         target: `module:function`, importable in a new process.

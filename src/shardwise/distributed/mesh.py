@@ -19,13 +19,13 @@ from shardwise.errors import EnvironmentProblem, PlanError
 
 
 def device_type() -> str:
-    """The type of this machine's accelerator; `cpu` where there is none, whatever torch was built for."""
+    """Return the type of this machine's accelerator; `cpu` if there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator is not None else "cpu"
 
 
 def axis_names(mesh: DeviceMesh) -> dict[str, str]:
-    """What each axis of `mesh` is for (one of `AXES`), and its own name; outermost first.
+    """Map the meaning of each mesh axis (one of `AXES`) to its name; outermost first.
 
     Axes of one rank are left out, except those that shard and replicate. One axis without a name shards.
     """
@@ -60,13 +60,13 @@ def axis_names(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
-    """What each axis of `mesh` is for (one of `AXES`), and its number of ranks; as `axis_names`."""
+    """Map the meaning of each mesh axis (one of `AXES`) to its number of ranks; outermost first."""
     names = mesh.mesh_dim_names or ("",)
     return {meaning: mesh.size(names.index(name)) for meaning, name in axis_names(mesh).items()}
 
 
 def mesh_axes(mesh: DeviceMesh | MeshConfig | None) -> tuple[dict[str, int], str]:
-    """Axis sizes of one pipeline stage and device type of a mesh, of a mesh yet to be, or of this process alone."""
+    """Return axis sizes of one pipeline stage and device type, of a mesh, a mesh config, or this process."""
     if mesh is None:
         return {"shard": 1}, device_type()
     if isinstance(mesh, MeshConfig):
@@ -90,7 +90,7 @@ _MAX_DRAWN = 4
 
 
 def draw_mesh(mesh: DeviceMesh | MeshConfig) -> str:
-    """The ranks that form a group along each axis of a mesh, and what they hold; one line for each axis.
+    """Draw the rank groups along each axis of a mesh, and what they share; one line per axis.
 
     Args:
         mesh: From `init_distributed`; or a config with all its sizes, for ranks that do not exist yet.
@@ -122,7 +122,7 @@ _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] 
 
 
 def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
-    """Join the other ranks and return the mesh they form.
+    """Initialize the process group and return the device mesh.
 
     Reads what the launcher left in the environment; without a launcher this process is the only rank and
     needs neither environment variables nor a port. A process group that exists already is used as it is.
@@ -147,7 +147,7 @@ def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600
 
 
 def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
-    """`init_distributed`, without making the mesh the default of later calls; collective."""
+    """`init_distributed`, without setting the default mesh; collective."""
     config = config or MeshConfig()
     if dist.is_initialized():
         device_type = _device_of_group(config)
@@ -167,7 +167,7 @@ def mesh_of_sizes(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def made_once(key: object, make: Callable[[], DeviceMesh]) -> DeviceMesh:
-    """The mesh that `make` made for `key` in this process group: every new one would make groups of its own."""
+    """Return the cached mesh for `key` in this process group, because every new mesh creates groups."""
     made = _meshes()
     if key not in made:
         made[key] = make()
@@ -175,7 +175,7 @@ def made_once(key: object, make: Callable[[], DeviceMesh]) -> DeviceMesh:
 
 
 def widest_mesh(tensors: Iterable[torch.Tensor], *meshes: DeviceMesh | None) -> DeviceMesh | None:
-    """The mesh with most ranks, then most axes, of the DTensors and `meshes`; None where there are none.
+    """Return the mesh with most ranks, then most axes, of the DTensors and `meshes`; None without any.
 
     Under tensor parallelism some parameters know only the data-parallel axes.
     """
@@ -190,7 +190,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def sub_mesh(mesh: DeviceMesh, meanings: Iterable[str]) -> DeviceMesh | None:
-    """The axes of `mesh` that are for one of `meanings`, in its order; None where it has none."""
+    """Return the sub-mesh of the axes with one of `meanings`, in order; None without any."""
     wanted = set(meanings)
     names = tuple(name for meaning, name in axis_names(mesh).items() if meaning in wanted)
     if not names:
@@ -204,17 +204,17 @@ def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes along which ranks have batches of their own (`BATCH_AXES`)."""
+    """Return the axes along which ranks have different batches (`BATCH_AXES`)."""
     return _present(sub_mesh(mesh, BATCH_AXES))
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
-    """This rank's number among those that have batches of their own."""
+    """Return this rank's index among ranks with different batches."""
     return _position(data_parallel_mesh(mesh))
 
 
 def random_stream(mesh: DeviceMesh) -> int:
-    """This rank's number among those that draw random numbers of their own (dropout): other tokens, or other layers."""
+    """Return this rank's index among ranks with different random numbers (dropout): other tokens or layers."""
     return _position(_present(sub_mesh(mesh, (meaning for meaning in AXES if meaning != "tensor"))))
 
 
@@ -241,12 +241,12 @@ def fsdp_mesh(mesh: DeviceMesh, shard_axes: Iterable[str] = SHARD_AXES) -> Devic
 
 
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axis over which matrix products are divided, or None."""
+    """Return the tensor-parallel axis, or None."""
     return sub_mesh(mesh, ("tensor",))
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axis over which experts are divided, or None."""
+    """Return the expert-parallel axis, or None."""
     return sub_mesh(mesh, ("expert",))
 
 
@@ -256,7 +256,7 @@ def _present(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def ranks_per_machine() -> int | None:
-    """Ranks on each machine; None where it differs, or they are not consecutive. Collective, over all ranks."""
+    """Return the number of ranks per machine; None if it differs, or they are not consecutive. Collective."""
     launch = read_launch()
     is_launched = launch.world_size == dist.get_world_size()
     # The first rank of this machine, as its launcher counts; without a launcher, its host.
@@ -266,7 +266,7 @@ def ranks_per_machine() -> int | None:
 
 
 def shutdown() -> None:
-    """Leave the process group and forget the mesh, where there is one; collective, the last thing a script does."""
+    """Destroy the process group and the default mesh, if any; collective, at the end of a script."""
     forget_meshes()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -338,7 +338,7 @@ def _backends(device_type: str) -> str:
 
 
 def _device_index(launch: Launch, num_devices: int) -> int:
-    """Which of the visible devices is this rank's; a launcher may show each rank its own one only."""
+    """Return the index of this rank's device; a launcher may expose only one device to each rank."""
     if launch.local_rank < num_devices:
         return launch.local_rank
     if num_devices == 1:
@@ -352,7 +352,7 @@ def _device_index(launch: Launch, num_devices: int) -> int:
 
 
 def refuse_shared_cards(cards: list[str]) -> None:
-    """Raise if two ranks name the same card; NCCL would hang or fail without saying so."""
+    """Raise if two ranks use the same GPU; NCCL would hang or fail without naming the cause."""
     for card in dict.fromkeys(cards):
         ranks = [rank for rank, other in enumerate(cards) if other == card]
         if len(ranks) > 1:
@@ -374,10 +374,10 @@ def _meshes() -> dict[object, DeviceMesh]:
 
 
 def latest_mesh() -> DeviceMesh | None:
-    """The mesh of the last `init_distributed`, unless its process group is gone, or is a new one."""
+    """Return the mesh of the last `init_distributed`, unless its process group was destroyed."""
     return _meshes().get(_LATEST)
 
 
 def forget_meshes() -> None:
-    """Forget all meshes: the next one is made again, and there is no default until then."""
+    """Clear all cached meshes and the default."""
     _MESHES.clear()

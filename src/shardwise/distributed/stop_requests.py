@@ -18,7 +18,7 @@ _current: StopRequest | None = None
 
 
 class StopRequest:
-    """Whether this process was asked to stop; other ranks may not have been, so agree before acting."""
+    """Stop request of this process; other ranks may not have one, so agree before acting."""
 
     def __init__(self) -> None:
         self.why = ""
@@ -31,11 +31,11 @@ class StopRequest:
         return bool(self.why)
 
     def ask(self, why: str) -> None:
-        """Ask to stop; the first reason is kept."""
+        """Request a stop; the first reason is kept."""
         self.why = self.why or why
 
     def record(self, number: int) -> bool:
-        """Record a signal as a request; return whether it is the second Ctrl-C, which ends the process at once."""
+        """Record a signal as a request; return whether it is the second Ctrl-C, which ends the process."""
         if number == signal.SIGINT and self._interrupted:
             return True
         self._interrupted = self._interrupted or number == signal.SIGINT
@@ -45,7 +45,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest]:
-    """Turn signals into a request for as long as the block runs.
+    """Convert signals to a request inside the block.
 
     The first signal only sets the request. Ctrl-C (SIGINT) a second time raises KeyboardInterrupt at once.
     Inside another such block the same request is returned, and only the outer one gives the signals back. In

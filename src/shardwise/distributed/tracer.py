@@ -1,4 +1,4 @@
-"""Compare traces before each collective, and tell which rank differs while others wait."""
+"""Compare traces before each collective, and report the rank that differs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MAX_MISSED = 3  # steps at which a rank was not there in time, before waiting i
 
 
 def stack_of(thread: int) -> str:
-    """Where a thread is: the user's own frames, innermost last."""
+    """Return the stack of a thread: the user's own frames, innermost last."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return ""
@@ -61,15 +61,15 @@ _WHY = (
 
 @dataclass(frozen=True, slots=True)
 class TraceDifference:
-    """Ranks that came to different collectives at the same place."""
+    """Ranks with different collectives at the same index."""
 
     error: ShardError
     odd: tuple[int, ...]
-    """The ranks that did not do what most ranks did."""
+    """The ranks that differ from the majority."""
 
 
 class PeerView:
-    """The traces of all ranks as seen from one rank; reads only.
+    """Read-only view of the traces of all ranks from one rank.
 
     Args:
         traces: The traces of all ranks.
@@ -88,11 +88,11 @@ class PeerView:
         self._compared = [0] * len(self.traces)
 
     def note_step(self) -> None:
-        """Remember at which event this rank's step began."""
+        """Record the first event of this rank's step."""
         self._steps.append((self.own.count, self.own.step))
 
     def first_difference(self, ranks: Sequence[int] | None = None) -> int | None:
-        """The first place at which another rank, by what has newly arrived, did something else."""
+        """Return the first index at which a newly arrived event of another rank differs."""
         end_of_own = self.own.count
         found: list[int] = []
         for rank in range(len(self.traces)) if ranks is None else ranks:
@@ -109,7 +109,7 @@ class PeerView:
         return first if first < end_of_own else None
 
     def difference_at(self, index: int) -> TraceDifference | None:
-        """What ranks did at a place, if not all did the same."""
+        """Return the events at an index, if they differ."""
         ranks_at: dict[int, list[int]] = {}
         for rank, trace in enumerate(self.traces):
             if (event := trace.event(index)) is not None:
@@ -124,12 +124,12 @@ class PeerView:
         return TraceDifference(ShardError(what, where="; ".join(rows), why=_WHY, fix=fix), tuple(odd))
 
     def difference(self) -> TraceDifference | None:
-        """What ranks did at the first place where they differ, by what has newly arrived."""
+        """Return the events at the first index where newly arrived events differ."""
         index = self.first_difference()
         return None if index is None else self.difference_at(index)
 
     def _sentence(self, ranks_at: dict[int, list[int]], odd: list[int], step: int) -> str:
-        """What differs, and nothing that the events do not show: which rank is wrong they do not."""
+        """Describe the difference; the events do not show which rank is wrong."""
         kinds = {kind_of(event) for event in ranks_at}
         if not any(map(is_step, ranks_at)) and len({group_of(event) for event in ranks_at}) == 1:
             if len(kinds) == 1:
@@ -141,7 +141,7 @@ class PeerView:
         return f"ranks diverge at step {step}: {', '.join(places)}"
 
     def _fix(self, ranks_at: dict[int, list[int]]) -> str:
-        """The smallest change that lets ranks do these different things, or keeps them from it."""
+        """Return the fix for the difference."""
         collectives = [event for event in ranks_at if not is_step(event)]
         kinds = {kind_of(event) for event in collectives}
         is_forward = len(collectives) == len(ranks_at) and kinds <= {
@@ -172,13 +172,13 @@ class PeerView:
         return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
     def verdict_of_others(self) -> ShardError | None:
-        """What another rank found to be wrong."""
+        """Return the error that another rank found."""
         found = ((rank, trace.verdict) for rank, trace in enumerate(self.traces) if rank != self.rank)
         read = (from_text(text, self.global_ranks[rank]) for rank, text in found if text)
         return next((verdict[0] for verdict in read if verdict is not None), None)
 
     def note_stack(self, error: BaseException, rank: int) -> None:
-        """Add to an error where a rank is."""
+        """Add the stack of a rank to an error."""
         trace = self.traces[rank]
         verdict = trace.verdict
         found = None if verdict is None else from_text(verdict, rank)
@@ -188,30 +188,30 @@ class PeerView:
             error.add_note(note)
 
     def note_stacks_of_finders(self, error: ShardError) -> None:
-        """Add to an error where those ranks are that have found something themselves."""
+        """Add the stacks of ranks that found an error themselves."""
         for rank, trace in enumerate(self.traces):
             if rank != self.rank and trace.verdict is not None:
                 self.note_stack(error, rank)
 
     def missing(self) -> int | None:
-        """A rank that will never come to where this one is: dead, or out of the loop."""
+        """Return a rank that will not reach this event: dead, or out of the loop."""
         return self._first_rank(lambda trace: trace.has_left and trace.count < self.own.count)
 
     def dead(self) -> int | None:
-        """A rank that is dead, or on a machine that is silent, wherever it was."""
+        """Return a rank that is dead, or on an unreachable machine."""
         return self._first_rank(
             lambda trace: not trace.is_alive or (not trace.has_ended and trace.seconds_unheard > _SILENT_SECONDS)
         )
 
     def late(self, patience: float) -> int | None:
-        """A rank that has not come to where this one is, and has not moved for `patience` seconds."""
+        """Return a rank that has not reached this event and made no progress for `patience` seconds."""
         return self._first_rank(lambda trace: trace.count < self.own.count and trace.seconds_still > patience)
 
     def _first_rank(self, condition: Callable[[RankTrace], bool]) -> int | None:
         return next((rank for rank, trace in enumerate(self.traces) if condition(trace)), None)
 
     def absence_of(self, absent: int) -> ShardError:
-        """The error for a rank that does not come to the collective in which this one waits."""
+        """Return the error for a rank that is missing in this rank's collective."""
         missing, name, here = self.traces[absent], self.global_ranks[absent], self.global_ranks[self.rank]
         doing, last = self._last_event(self.rank), self._last_event(absent)
         waits = f"rank {here} {f'is in the {doing}' if doing else 'waits'}"
@@ -244,7 +244,7 @@ class PeerView:
         return self._groups.in_words(event) if event is not None else ""
 
     def cause_of_failure(self) -> ShardError | None:
-        """Which rank is the reason that a collective of this one failed, if one is."""
+        """Return the rank that caused a failed collective, if any."""
         if (difference := self.difference()) is not None:
             return difference.error
         if (verdict := self.verdict_of_others()) is not None:
@@ -266,13 +266,13 @@ def _towers(groups: Sequence[str]) -> list[str]:
 
 
 def to_text(error: ShardError, stack: str) -> str:
-    """An error as a rank leaves it in its trace, with its stack."""
+    """Serialize an error and its stack for the trace."""
     parts = [error.what, error.where, error.why, error.fix, stack[-_MAX_TEXT:]]
     return json.dumps([part[:_MAX_TEXT] for part in parts])
 
 
 def from_text(text: str, rank: int) -> tuple[ShardError, str] | None:
-    """The error that `rank` left in its trace, and its stack; None if only a part of it has arrived."""
+    """Parse the error and stack in the trace of `rank`; None if incomplete."""
     try:
         what, where, why, fix, stack = json.loads(text)
     except ValueError:
@@ -283,7 +283,7 @@ def from_text(text: str, rank: int) -> tuple[ShardError, str] | None:
 
 
 class CollectiveTracer:
-    """Writes this rank's events, compares them with the other ranks', and raises or reports what is wrong.
+    """Writes this rank's events, compares them with other ranks, and raises or reports differences.
 
     One serves all models whose collectives the same ranks take part in: these have one order.
 
@@ -322,7 +322,7 @@ class CollectiveTracer:
         exchange: StoreExchange | None = None,
         machine: str | None = None,
     ) -> None:
-        """Begin with new traces, on all ranks.
+        """Open new traces, on all ranks.
 
         Args:
             traces: The traces of all ranks.
@@ -357,7 +357,7 @@ class CollectiveTracer:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop watching, and tell the others that this rank will not come any more."""
+        """Stop tracing, and record that this rank has left."""
         if self.is_closed or os.getpid() != self._pid:  # a forked process shares the memory, and is not this rank
             return
         self._end()
@@ -374,7 +374,7 @@ class CollectiveTracer:
             self._thread.join(None if self._exchange is None else _CLOSE_SECONDS)  # the store may not answer
 
     def write(self, event: int) -> None:
-        """Write an event, and raise if another rank did something else at the same place."""
+        """Write an event, and raise if another rank's event at this index differs."""
         if self.is_paused:
             return
         if self.error is not None:
@@ -385,7 +385,7 @@ class CollectiveTracer:
             self._exchange.publish()
 
     def before_step(self, event: int) -> None:
-        """Raise unless all ranks have come to this optimizer step by the same collectives.
+        """Raise unless all ranks reached this optimizer step by the same collectives.
 
         Ranks of this machine are waited for, but not longer than `_STEP_SECONDS`: they may have a reason not to step.
 
@@ -414,7 +414,7 @@ class CollectiveTracer:
             time.sleep(_POLL_SECONDS)
 
     def _agree_with_machines(self, exchange: StoreExchange) -> None:
-        """Raise if ranks of other machines came to this optimizer step in another way, as far as is known in time."""
+        """Raise if ranks of other machines had different collectives before this step, as far as known in time."""
         self._num_steps += 1
         first = self._view.traces[self._machines.local[0]]
         if exchange.steps is None:
@@ -431,7 +431,7 @@ class CollectiveTracer:
         self.trace.agreed_steps = self._num_steps
 
     def _raise_what_machines_did(self, exchange: StoreExchange) -> None:
-        """Wait for the traces of all machines, and raise the first difference."""
+        """Wait for the traces of all machines and raise the first difference."""
         self.trace.wants_all = True
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline:
@@ -448,19 +448,19 @@ class CollectiveTracer:
         self.raise_error()
 
     def next_step(self) -> None:
-        """Note that a step has ended."""
+        """Record the end of a step."""
         self.trace.step += 1
         self._view.note_step()
 
     def raise_error(self) -> None:
-        """Raise what the thread has found, if anything."""
+        """Raise the error that the thread found, if any."""
         if self.error is not None and not self.is_closed:
             self._was_raised = True
             self._view.note_stacks_of_finders(self.error)
             raise self.error
 
     def explain_failure(self) -> ShardError | None:
-        """Why a collective of this rank failed, where another rank is the reason."""
+        """Return why a collective of this rank failed, if another rank is the cause."""
         deadline = time.monotonic() + (_EXPLAIN_SECONDS if self._exchange is not None else 0)
         self.trace.wants_all = True
         verdict = None
@@ -476,7 +476,7 @@ class CollectiveTracer:
         return verdict
 
     def _raise_difference(self, index: int) -> None:
-        """Raise what differs at a place, or before it, where the trace of another machine has arrived late."""
+        """Raise the difference at an index, or an earlier one if another machine's trace arrived late."""
         first = self._view.first_difference()
         earlier = self._view.difference_at(first) if first is not None and first < index else None
         difference = earlier or self._view.difference_at(index)
@@ -487,7 +487,7 @@ class CollectiveTracer:
             raise difference.error
 
     def _with_stacks(self, difference: TraceDifference, *, refresh: bool = False) -> TraceDifference:
-        """The difference as it is known when the ranks have shown where they are; first those that differ."""
+        """Return the difference with the stacks of the ranks, those that differ first."""
         self.trace.wants_all = True
         ranks = [r for r, trace in enumerate(self._view.traces) if r != self._view.rank and not trace.has_left]
         ranks = sorted(ranks, key=lambda rank: rank not in difference.odd)[:_MAX_STACKS]
@@ -504,7 +504,7 @@ class CollectiveTracer:
             self.report(f"shardwise: ranks are no longer compared, for an unexpected error:\n{traceback.format_exc()}")
 
     def _watch(self) -> None:
-        """Looks at the traces four times a second, more often while something is wrong."""
+        """Read the traces four times per second, more often after an error."""
         while not self._stopped.wait(
             _TROUBLE_SECONDS if self._exchange is not None and self._exchange.in_trouble else LOOK_SECONDS
         ):
@@ -522,7 +522,7 @@ class CollectiveTracer:
             self._exchange.exchange()
 
     def _refresh(self) -> None:
-        """Note whether the training thread moves, show its stack if not, and exchange traces with other machines."""
+        """Record the training thread's progress or stack, and exchange traces with other machines."""
         if self.trace.count != self._moved_to:
             self._moved_to = self.trace.count
             self.trace.touch()
@@ -565,7 +565,7 @@ class CollectiveTracer:
             self._reported_at = here  # it may still come
 
     def _wait_for_stacks(self, ranks: Sequence[int], *, refresh: bool = False) -> None:
-        """Wait until the ranks stand still and show where, but not for long."""
+        """Wait briefly for the stacks of stalled ranks."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < deadline and not all(self._view.traces[rank].is_text_current for rank in ranks):
             time.sleep(_TROUBLE_SECONDS)
@@ -578,7 +578,7 @@ class CollectiveTracer:
                 self._view.note_stack(error, rank)
 
     def _conclude(self, error: ShardError) -> None:
-        """Set the error of this rank, and show it and the stack to the others."""
+        """Set the error of this rank, and publish it with the stack."""
         for tracer in (self, *self.siblings):
             if tracer is self or tracer.error is None:
                 tracer.error = error
@@ -589,7 +589,7 @@ class CollectiveTracer:
 
 
 def _neighbours(machines: Machines, rank: int) -> list[int]:
-    """Three of this machine and one of the next: whoever differs differs from one of its neighbours."""
+    """Return three ranks of this machine and one of the next: a difference shows between neighbours."""
     local = machines.local
     place = local.index(rank)
     chosen = {local[0], local[place - 1], local[(place + 1) % len(local)]}

@@ -1,4 +1,4 @@
-"""Know why: known failures, each with its cause and its fix, found in an exception, a text or a log. No torch."""
+"""Known failures with cause and fix, found in an exception, a text or a log. No torch."""
 
 from shardwise.explaining.answer import Explanation, explain
 

@@ -28,7 +28,7 @@ matches it. To have it added, report the text with the versions that `shardwise 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """What went wrong, as far as it is known."""
+    """Explanation of a failure, as far as known."""
 
     failure: Failure | None
     """None when the text matches nothing that is known."""
@@ -39,7 +39,7 @@ class Explanation:
     line: int | None = None
     """Where in the text."""
     echoes: tuple[str, ...] = ()
-    """Codes of what followed from it on other ranks."""
+    """Codes of consequences on other ranks."""
 
     def to_dict(self) -> dict[str, Any]:
         """For machines; `code` is None when nothing is known."""
@@ -87,7 +87,7 @@ def _flat(text: str) -> str:
 
 
 def explain(problem: BaseException | str) -> Explanation:
-    """Say what an error means: its cause, its fix, and the torch versions that have it.
+    """Explain an error: cause, fix, and affected torch versions.
 
     Args:
         problem: An exception; or a text: a message, a traceback, a whole log with the lines of many ranks, or a
@@ -156,7 +156,7 @@ class _Hit(NamedTuple):
 
 
 def _events(own: list[Line]) -> Iterator[FailureEvent]:
-    """Every failure that one speaker's lines tell of."""
+    """Return every failure in one rank's lines."""
     chains, quoted = read_tracebacks(own)
     hits = _hits([line for line in own if line.number not in quoted])
     told = set(quoted)
@@ -249,7 +249,7 @@ _AGENT = re.compile(r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>
 
 
 class _Death(NamedTuple):
-    """A rank's end as the launcher saw it; a negative code is a signal."""
+    """End of a rank as reported by the launcher; a negative code is a signal."""
 
     rank: int
     time: str

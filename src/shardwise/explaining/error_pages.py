@@ -1,4 +1,4 @@
-"""The catalogue of known failures: one page each in docs/errors, whose head says how to recognise it. No torch."""
+"""The catalogue of known failures: one page each in docs/errors, whose header has the patterns. No torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SECTION = re.compile(r"^## (?P<title>[^\n]+)\n\n(?P<text>.*?)(?=^## |\Z)", re.D
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """One way to fail that is understood."""
+    """A known failure."""
 
     code: str
     """`SW5nn`; never reused for something else."""
     name: str
     """In words, with hyphens."""
     kind: Literal["cause", "echo", "warning"]
-    """An echo is what other ranks, or the launcher, say when somebody else has failed."""
+    """An echo is a consequence of another rank's failure, on other ranks or in the launcher."""
     torch: str
     """Versions it occurs in."""
     patterns: tuple[re.Pattern[str], ...]

@@ -1,4 +1,4 @@
-"""Logs of several ranks: prefixes stripped, ranks told apart, tracebacks found."""
+"""Logs of several ranks: strip prefixes, assign lines to ranks, find tracebacks."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import types
 import weakref
 
 import torch
@@ -421,19 +422,43 @@ def _sw_shard(
 
 
 def _clip_grad_norm(parameters, max_norm, norm_type=2.0, **options):
-    """Clip by the norm over all ranks, and return it as a plain tensor; parameters may be sharded or whole."""
+    """Clip by the norm over all ranks, taken in float32, and return it as a plain tensor; some may be whole."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     by_mesh = {}
     for one in parameters:
         if one.grad is not None:
             by_mesh.setdefault(getattr(one.grad, "device_mesh", None), []).append(one)
     gradients = [[one.grad for one in some] for some in by_mesh.values()]
-    norms = [torch.nn.utils.get_total_norm(some, norm_type, **options) for some in gradients]
+    norms = []
+    for some in gradients:
+        wide = [torch.promote_types(one.dtype, torch.float32) for one in some]
+        own = [torch.linalg.vector_norm(one, norm_type, dtype=dtype) for one, dtype in zip(some, wide, strict=True)]
+        norms.append(torch.nn.utils.get_total_norm(own, norm_type, **options))
     norms = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
     for some in by_mesh.values():  # operators on several tensors take DTensors of one mesh, or none
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm)
     return norm
+
+
+class _GradScaler(torch.amp.GradScaler):
+    """torch's scaler for gradients of which some may be whole; where one is not finite, all ranks skip the step."""
+
+    def __init__(self, *args, process_group=None, **options):
+        super().__init__(*args, **options)
+        self.process_group = process_group
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        local = [one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad for one in parameters]
+        stand_ins = [one.detach() for one in local]
+        for one, gradient in zip(stand_ins, local, strict=True):
+            one.grad = gradient
+        all_of_them = types.SimpleNamespace(param_groups=[{"params": stand_ins}])
+        found = super()._unscale_grads_(all_of_them, inv_scale, found_inf, True) or {found_inf.device: found_inf}
+        for one in found.values():
+            dist.all_reduce(one, group=self.process_group)
+        return found
 
 
 @contextlib.contextmanager
@@ -569,7 +594,9 @@ def _load_model_state(model, state, kind, strict=True):
 
 
 def _optimizer_state(model, optimizer, kind, config=None):
-    """What FSDP.optim_state_dict(model, optimizer) gave under FSDP1's state_dict_type."""
+    """What FSDP.optim_state_dict(model, optimizer) gave under FSDP1's state_dict_type; {} before any step."""
+    if not optimizer.state:
+        return {}
     offload, rank0_only = getattr(config, "offload_to_cpu", True), getattr(config, "rank0_only", False)
 
     def get(options):

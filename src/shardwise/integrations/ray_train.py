@@ -1,4 +1,4 @@
-"""Ray Train runs a RunConfig: Ray places the workers and starts them again, we train and resume (`shardwise[ray]`)."""
+"""Ray Train runs a RunConfig: Ray starts and restarts the workers, shardwise trains and resumes (`shardwise[ray]`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train_on_ray(
     storage_path: str | None = None,
     callbacks: Sequence[ray.train.UserCallback] = (),
 ) -> Training:
-    """Train with one rank in each Ray worker, and go on from the last checkpoint when workers die.
+    """Train with one rank per Ray worker, and resume from the last checkpoint if workers die.
 
     Checkpoints and metrics are written by the run itself into `config.folder`, which every worker must reach under the
     same path. Ray is sent the metrics. SIGTERM, SIGINT and SIGUSR1 to this process make the run save and return, as
@@ -125,7 +125,7 @@ def _check(config: RunConfig, num_workers: int, report_every: int) -> None:
 
 
 def _fit_until_asked(trainer: TorchTrainer, config: RunConfig, stop_flag: Any) -> Any:
-    """Run Ray's `fit` beside this thread, which hears signals; Ray would take SIGINT as its own and end the workers."""
+    """Run Ray's `fit` in another thread; this one handles signals, because Ray would end the workers on SIGINT."""
     done: list[Any] = []
 
     def fit() -> None:
@@ -163,7 +163,7 @@ class _StopFlag:
 
 
 def _train_worker(settings: dict[str, Any]) -> Training | ShardwiseError:
-    """Train as one rank. Mistakes in the run are returned: Ray would try again what is raised."""
+    """Train as one rank. Errors in the config are returned, because Ray retries raised errors."""
     from shardwise.training.loop import fit
 
     config: RunConfig = settings["config"]

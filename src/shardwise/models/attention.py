@@ -1,4 +1,4 @@
-"""Causal attention over sequences that hold several documents: a dense mask, or flex_attention on GPUs."""
+"""Causal attention over sequences with several documents: a dense mask, or flex_attention on GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AttentionMask = Tensor | BlockMask
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype, query_positions: Tensor | None = None) -> AttentionMask:
-    """Which positions each query sees: those of its own document up to itself.
+    """Return the mask of visible positions: those of the query's document up to itself.
 
     On GPUs it is a `BlockMask`, whose memory grows with the number of blocks of 128 x 128 positions. Elsewhere it is a
     dense tensor to add to the scores: flex_attention has no backward on CPUs. `query_positions` are those of the

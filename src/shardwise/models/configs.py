@@ -1,4 +1,4 @@
-"""What a model's config says: sizes, the words of transformers' `config.json`, and a batch that the model accepts."""
+"""Reading model configs: sizes, transformers' `config.json`, and a random batch for a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KINDS: dict[type, dict[str, Any]] = {
 
 
 def hugging_face_config(config: Any) -> dict[str, Any] | None:
-    """What transformers calls a reference model of this shape; None: it has no such model."""
+    """Return transformers' config of a reference model of this shape; None if it has no such model."""
     if type(config) not in _KINDS or getattr(config, "bias_rate", 0.0):  # Mixtral has no biases
         return None
     described = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items() if hasattr(config, ours)}

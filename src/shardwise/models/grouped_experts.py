@@ -1,4 +1,4 @@
-"""All experts of a layer on tokens sorted by expert: grouped matrix products, without a wait for the device.
+"""All experts of a layer on tokens sorted by expert: grouped matrix products, without device synchronization.
 
 The interface is that of transformers: one module holds the stacked parameters of all experts, and its forward takes
 `(hidden_states, top_k_index, top_k_weights)`.

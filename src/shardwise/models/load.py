@@ -1,6 +1,6 @@
 """From a MODEL argument and `model_options` to a module: a reference name, a Hugging Face config, or `module:callable`.
 
-Nothing is fetched from a network, and weights are not read: the model is built from its description.
+Nothing is downloaded and no weights are read: the model is built from its config.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reference_names() -> list[str]:
 def load_model(
     name: str, *, device: str | torch.device = "meta", options: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Build the model that `name` means, on `device`.
+    """Build the model `name` on `device`.
 
     Args:
         name: A reference name (`llama3-8b`), a local folder with a `config.json` or such a file, or
@@ -64,7 +64,7 @@ def load_model(
 
 
 def find_model(name: str, options: Mapping[str, Any] | None = None) -> Builder:
-    """What builds the model that `name` means; see `load_model`."""
+    """Return the builder of the model `name`; see `load_model`."""
     options = options or {}
     for kind, shapes in _FAMILIES:
         if name in shapes:
@@ -190,7 +190,7 @@ def _with_arguments(build: Callable[..., nn.Module], options: Mapping[str, Any],
 
 
 def _check_names(options: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Refuse options that a config file has no name for."""
+    """Raise for options that are not in a config file."""
     known = list(names)
     problems = [
         f"model_options.{name}: there is no such option{did_you_mean(name, known, cutoff=0.5)}"

@@ -1,4 +1,4 @@
-"""Evaluation mode, or a forward that leaves no trace, for a while; then everything back as it was."""
+"""Context managers for evaluation mode and for a forward without side effects."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from shardwise.models.random_state import kept_random_state
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` in evaluation mode inside; then give each of its modules back the mode it had.
+    """Set evaluation mode inside the block and restore the mode of each module.
 
     `model.train()` afterwards would also wake modules that were put to sleep on purpose, as frozen norms are.
     """
@@ -26,7 +26,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trial_forward(model: nn.Module) -> Iterator[None]:
-    """Run `model` inside to look at it: in evaluation mode, not compiled; buffers and random states are kept."""
+    """Run `model` inside the block in evaluation mode, uncompiled; buffers and random states are restored."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with evaluation_mode(model), kept_random_state(), torch.compiler.set_stance("force_eager"):

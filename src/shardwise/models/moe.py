@@ -30,7 +30,7 @@ class MoeConfig(LlamaConfig):
     num_experts: PositiveInt = 8
     """Feed-forwards in a block."""
     experts_per_token: PositiveInt = 2
-    """How many of them a token passes."""
+    """Number of experts per token."""
     bias_rate: float = 0.0
     """How far `ExpertBias` moves an expert's bias in one step, to balance the load without a loss (DeepSeek-V3: 0.001).
     0: no bias."""
@@ -69,7 +69,7 @@ class RoutedFeedForward(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the biases, and the counts since they were last changed, to zero."""
+        """Reset the biases and the token counts to zero."""
         if self.bias_rate:
             nn.init.zeros_(self.expert_bias)
             nn.init.zeros_(self.token_counts)
@@ -103,7 +103,7 @@ class ExpertBias:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the biases by the tokens that were counted since the last time; collective where a layer has a bias."""
+        """Update the biases by the tokens counted since the last call; collective if a layer has a bias."""
         if not self.layers:
             return
         counts = torch.stack([layer.token_counts for layer in self.layers])
@@ -133,7 +133,7 @@ class MoeBlock(nn.Module):
 
 
 class MoeDecoder(Decoder):
-    """Llama's decoder over blocks that also tell their balance."""
+    """Llama's decoder over blocks that also return their balance."""
 
     block_class = MoeBlock
 

@@ -112,7 +112,7 @@ class AutoencoderConfig(Strict):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions, added to what came in."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, width_in: int, width_out: int, norm_groups: int) -> None:
         super().__init__()
@@ -311,14 +311,14 @@ SHAPES: dict[str, MultimodalConfig] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What was read and seen so far: keys and values, and the position that comes next."""
+    """Keys and values of the previous text and images, and the next position."""
 
     cache: Cache | None = None
     position: int = 0
 
 
 class Multimodal(nn.Module):
-    """Reads, sees and draws."""
+    """Model of text, images and image generation."""
 
     tensor_plan: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("*.q_proj.*", "*.k_proj.*", "*.v_proj.*", "*.gate_proj", "*.up_proj", "*.fc1"), "colwise"),

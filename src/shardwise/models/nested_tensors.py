@@ -56,7 +56,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.devi
 
 
 class CastArguments:
-    """Changes the tensors that a call is given, and lets the caller see what the call did to them all the same.
+    """Changes the tensor arguments of a call, and writes in-place changes back to the caller's tensors.
 
     A list with a tensor that is changed is copied; a block that appends to it would append to the copy, and the caller
     would silently go on without.
@@ -87,7 +87,7 @@ class CastArguments:
         return result
 
     def write_back(self) -> None:
-        """Do to the originals what has been done to their copies since."""
+        """Apply the changes of the copies to the originals."""
         for original, changed, version, grad_fn in reversed(self._changed):
             if changed._version != version:  # written to in place
                 with torch.set_grad_enabled(torch.is_grad_enabled() and changed.grad_fn is not grad_fn):

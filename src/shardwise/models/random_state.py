@@ -40,7 +40,7 @@ def random_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_random_state(states: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Put back what `random_state` returned, as far as this process has the generators."""
+    """Restore states of `random_state` for generators that this process has."""
     for name, state in states.items():
         if name == "torch":
             torch.set_rng_state(state)
@@ -55,7 +55,7 @@ def set_random_state(states: Mapping[str, Any], device: torch.device | None = No
 
 @contextmanager
 def kept_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Let all generators continue after the block from where they were before it; see `random_state`."""
+    """Restore all generators after the block; see `random_state`."""
     states = random_state(device)
     try:
         yield

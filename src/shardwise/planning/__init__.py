@@ -1,1 +1,1 @@
-"""What will happen to a model, written down before anything does."""
+"""The plan of sharding a model, computed before the model is modified."""

@@ -1,4 +1,4 @@
-"""Which group each parameter belongs to: ties kept together, groups split by override."""
+"""Assignment of parameters to groups: tied parameters in one group, groups split by override."""
 
 import itertools
 from collections import defaultdict
@@ -17,7 +17,7 @@ from shardwise.planning.settings import FLOATING, majority
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One distinct parameter: its names, and the objects that stand for it (several only when tied by storage)."""
+    """One distinct parameter: its names, and its objects (several only if tied by storage)."""
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
@@ -85,7 +85,7 @@ def _refuse_partial_overlap(tensors: list[Tensor]) -> None:
 
 @dataclass(slots=True)
 class Assignment:
-    """Candidates with their parameters; what no candidate can hold is replicated."""
+    """Candidates with their parameters; parameters without a candidate are replicated."""
 
     candidates: list[GroupCandidate]
     """Children first, the root last."""
@@ -96,7 +96,7 @@ class Assignment:
 
 
 def assign(tree: Tree, candidates: list[GroupCandidate], calls: Calls, names: dict[int, tuple[str, ...]]) -> Assignment:
-    """Each parameter to the innermost candidate that holds all its owners, or to the root's.
+    """Assign each parameter to the innermost candidate with all its owners, or to the root's.
 
     Ties across candidates get a candidate of their own.
 
@@ -162,7 +162,7 @@ def _refuse_explicit(homes: list[GroupCandidate], names: tuple[str, ...]) -> Non
 def _tie_candidate(
     key: int, owners: dict[int, list[Node]], candidates: list[GroupCandidate], names: tuple[str, ...], calls: Calls
 ) -> GroupCandidate | None:
-    """One candidate of all the modules that hold the tensor, or None when they cannot be gathered together."""
+    """Return one candidate of all the tensor's modules, or None if they cannot be unsharded in one group."""
     nodes = list(owners[key])
     while True:  # a holder's other parameters may be tied further
         more = [node for mine in nodes for other in mine.keys for node in owners[other]]
@@ -210,7 +210,7 @@ _PER_GROUP = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "res
 def split_by_override(
     tree: Tree, candidates: list[GroupCandidate], overrides: tuple[GroupOverride, ...], calls: Calls
 ) -> list[GroupCandidate]:
-    """Modules inside a group that an override singles out, as groups of their own, one per enclosing group.
+    """Return modules inside a group that an override splits off, as separate groups, one per enclosing group.
 
     Raises:
         PlanError: A pattern matches no module.

@@ -1,4 +1,4 @@
-"""Which modules a model calls, where and how often."""
+"""Calls between the modules of a model."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_holder(module: nn.Module) -> bool:
-    """Whether the module only holds others and has no forward of its own."""
+    """Whether the module is a container without its own forward."""
     return not has_forward(module) or (isinstance(module, _HOLDERS) and type(module) in _HOLDERS)
 
 
@@ -27,7 +27,7 @@ def is_opaque(module: nn.Module) -> bool:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether there is anything to shard at or below the module."""
+    """Whether the module or a descendant has parameters."""
     return next(module.parameters(), None) is not None
 
 
@@ -166,14 +166,14 @@ NamesBy = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
-    """How the modules of a model are entered. Names are FQNs relative to the root, which is ""."""
+    """Calls of a model's modules. Names are FQNs relative to the root, which is ""."""
 
     called: Names = frozenset()
     """Modules entered through `module(...)`, where FSDP2's hooks sit."""
     assumed: Names = frozenset()
     """Part of `called`: nothing that was read calls or uses them, so a script may call them."""
     conditional: Names = frozenset()
-    """Modules that run only if the data says so: an expert picked by a router, and all that only it calls."""
+    """Modules whose execution depends on the data: an expert selected by a router, and modules that only it calls."""
     bypassed: NamesBy = field(default_factory=dict)
     """Module with a forward → its descendants entered by code that runs outside it."""
     methods: NamesBy = field(default_factory=dict)
@@ -189,7 +189,7 @@ class Calls:
     unreadable: tuple[str, ...] = ()
     """Classes whose code could not be followed; their children count as called."""
     notes: tuple[str, ...] = ()
-    """What a reader of the plan should know about how these facts came to be."""
+    """Notes for the plan about the origin of these facts."""
     complete: bool = True
     """False when tracing had to stop: the facts are then only those seen before."""
 

@@ -1,4 +1,4 @@
-"""Which modules hold the experts of a layer, and whether the expert axis of the mesh can divide them.
+"""Expert modules, and whether the expert axis of the mesh can split them.
 
 A module can be divided if it has the interface of transformers' experts (from transformers 5):
 
@@ -93,7 +93,7 @@ def num_experts_of(node: Node) -> int:
 
 
 def why_not_divided(node: Node, tree: Tree, calls: Calls) -> str:
-    """Why a module cannot be divided; empty where it can."""
+    """Return why a module cannot be split; empty if it can."""
     module, num_experts = node.module, getattr(node.module, "num_experts", None)
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     odd = [name for name, parameter in own.items() if tuple(parameter.shape[:1]) != (num_experts,)]

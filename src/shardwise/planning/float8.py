@@ -1,4 +1,4 @@
-"""Which linear layers compute in float8, and why the others do not."""
+"""Selection of float8 linear layers, with reasons."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,7 +29,7 @@ def choose_float8(
     capability: tuple[int, int] | None,
     num_shards: int,
 ) -> tuple[ParallelModule, ...]:
-    """The recipe of each linear layer of the model, or why it is left as it is; nothing where float8 is off.
+    """Return the recipe of each linear layer, or why it is not converted; empty if float8 is off.
 
     Args:
         model: Any module.

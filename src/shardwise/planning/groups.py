@@ -1,4 +1,4 @@
-"""Which modules become groups: repeated blocks found in the module tree, or what the config names."""
+"""Grouping of modules: repeated blocks found in the module tree, or groups of the config."""
 
 import inspect
 import re
@@ -179,15 +179,15 @@ Kind = Literal["block", "leaf", "tie", "island", "storage", "part", "experts", "
 
 @dataclass(frozen=True, slots=True)
 class GroupCandidate:
-    """Modules to be sharded together, before settings are known."""
+    """Modules to be sharded as one group, before settings are known."""
 
     nodes: tuple[Node, ...]
     kind: Kind
     reason: str
     explicit: bool = False
-    """Asked for by the user."""
+    """Requested by the user."""
     kept_unsharded: bool = False
-    """Gathered from the root's entry to the end of backward, because code outside reads its parameters."""
+    """Unsharded from the root's forward to the end of backward, because code outside reads its parameters."""
 
     @property
     def is_root(self) -> bool:
@@ -219,7 +219,7 @@ def blocks_around(candidates: Iterable[GroupCandidate]) -> list[str]:
 
 
 def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
-    """Groups for a model about which the user said nothing; the root takes what is left.
+    """Find groups without user settings; the root gets the remaining parameters.
 
     Returns:
         Candidates in tree order: repeated blocks, then leaves as large as a good part of a block, then pieces taken
@@ -259,7 +259,7 @@ class _Search:
         ]
 
     def big_leaves(self, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
-        """Embeddings, heads and other single modules that weigh as much as a good part of a block."""
+        """Return embeddings, heads and other single modules that are large compared with a block."""
         leaves = [node for node in self._free_nodes(candidates) if node.is_atom and self._may_stand_alone(node)]
         blocks = [self.tree.size(candidate.nodes[0]) for candidate in candidates]
         reference = max(blocks or [self.tree.size(leaf) for leaf in leaves], default=0)
@@ -353,7 +353,7 @@ class _Search:
 
 
 def around_calls(candidate: GroupCandidate, calls: Calls) -> GroupCandidate:
-    """Fit a candidate to how its modules are really entered: by their parts, or unsharded because others read them."""
+    """Adapt a candidate to the calls of its modules: hooks on its parts, or kept unsharded for outside reads."""
     node = candidate.nodes[0]
     if len(candidate.nodes) == 1 and not node.is_atom and (inner := calls.bypassed.get(node.fqn)):
         parts = tuple(part for part in _parts(node, inner) if not is_read_outside(part, node, calls))
@@ -505,7 +505,7 @@ def _callable(nodes: Iterable[Node], where: str) -> list[Node]:
 def unknown_pattern(
     name: str, known: list[str], where: str, why: str = "the pattern fits no module's name"
 ) -> PlanError:
-    """What to raise for a name or pattern in a setting that matches nothing."""
+    """Return the error for a name or pattern in a setting that matches nothing."""
     fix = fix_name(name, known, f"choose among {', '.join(known[:6])}", cutoff=0.5)
     return PlanError(f"{where} names {name!r}, which matches nothing", where=f"{where}: {name}", why=why, fix=fix)
 

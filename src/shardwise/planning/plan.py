@@ -1,4 +1,4 @@
-"""Plan: everything that sharding will do to a model, with reasons; as text and JSON."""
+"""Plan: every sharding decision for a model, with reasons; as text and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAN_FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedParameter:
-    """One parameter: where it lives in the model and how its storage is spread over ranks."""
+    """One parameter: its place in the model and the sharding of its storage."""
 
     fqn: str
     aliases: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class PlannedParameter:
     packed_bytes: int | None = None
     """Storage over all ranks, where a tensor subclass packs the elements into fewer bits than `dtype` has."""
     reason: str = ""
-    """Why, where it is not the default."""
+    """Reason, if not the default."""
 
     @property
     def numel(self) -> int:
@@ -79,7 +79,7 @@ class PlannedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelModule:
-    """What one form of parallelism, or float8, does to a module, and why."""
+    """Conversion of a module for one form of parallelism or float8, with its reason."""
 
     fqn: str
     how: str
@@ -89,7 +89,7 @@ class ParallelModule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Parameters gathered together: the modules of one `fully_shard` call and its settings."""
+    """Parameters of one group: the modules of one `fully_shard` call and its settings."""
 
     modules: tuple[str, ...]
     """FQNs; the root is the empty name."""
@@ -106,19 +106,19 @@ class Group:
     offload: bool = False
     pin_memory: bool = False
     forward_prefetch: tuple[str, ...] = ()
-    """First module of each group gathered ahead in forward."""
+    """First module of each group prefetched in forward."""
     backward_prefetch: tuple[str, ...] = ()
     entry_points: tuple[str, ...] = ()
     """`module:method` names besides `forward` that enter the group (`:method` for the root)."""
     held: bool = False
-    """Gathered when the root is entered and kept to the end of backward: code outside reads its parameters."""
+    """Unsharded from the root's forward to the end of backward: code outside reads its parameters."""
     reduce_unused: bool = False
     """Send zeros for parameters that got no gradient on this rank."""
     reason: str = ""
 
     @property
     def name(self) -> str:
-        """How the group is called in messages."""
+        """Name of the group in messages."""
         return "+".join(module or ROOT_PATTERN for module in self.modules)
 
     @property
@@ -143,7 +143,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `shard()` will do to a model. Equal on every rank; `print(plan)` is a tree with reasons."""
+    """Sharding plan of a model. Equal on every rank; `print(plan)` shows a tree with reasons."""
 
     model: str
     """Class of the root module."""
@@ -154,13 +154,13 @@ class Plan:
     groups: tuple[Group, ...]
     """Children first, root last."""
     replicated: tuple[PlannedParameter, ...] = ()
-    """Held whole on every rank: too small or odd for FSDP2."""
+    """Replicated on every rank: FSDP2 cannot shard them."""
     ignored: tuple[PlannedParameter, ...] = ()
     """Left as they are, by request; gradients are averaged."""
     grad_scaler: bool = False
     """float16 compute: the loop needs `torch.amp.GradScaler`."""
     early_root: bool = False
-    """Gather the root right after `optimizer.step()`."""
+    """Unshard the root right after `optimizer.step()`."""
     outer_modules: tuple[str, ...] = ()
     """Modules outside all groups but the root that a script may call by themselves; they enter through the root."""
     track_unused: bool = False
@@ -214,7 +214,7 @@ class Plan:
         return groups + sum(p.bytes_per_rank(1) for p in (*self.replicated, *self.ignored))
 
     def group_of(self, parameter_fqn: str) -> Group | None:
-        """The group that gathers a parameter, by any of its names."""
+        """Return the group of a parameter, by any of its names."""
         for group in self.groups:
             for parameter in group.parameters:
                 if parameter_fqn == parameter.fqn or parameter_fqn in parameter.aliases:
@@ -242,7 +242,7 @@ class Plan:
         return TypeAdapter(Plan).validate_python(data)  # a key that no field has is left out
 
     def digest(self) -> str:
-        """Short fingerprint; ranks compare it before they change anything."""
+        """Return a short hash; ranks compare it before sharding."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -304,7 +304,7 @@ def _row(title: str, members: Sequence[ParallelModule | PlannedParameter], what:
 
 
 def render_group(plan: Plan, group: Group) -> str:
-    """Everything that the plan says about one of its groups."""
+    """Render the details of one group."""
     shards = plan.num_ranks(group.shard_axes)
     compute, reduce = group.param_dtype or "the stored dtype", group.reduce_dtype or "the dtype of the gradients"
     inputs = f"cast to {compute}" if group.cast_inputs and group.param_dtype else "as they are"

@@ -1,4 +1,4 @@
-"""plan(): read the model, refuse what cannot be sharded, decide groups, settings and prefetch, with reasons."""
+"""plan(): analyze the model, reject unsupported ones, choose groups, settings and prefetch, with reasons."""
 
 import inspect
 import math
@@ -40,7 +40,7 @@ from shardwise.planning.tracing import trace_calls
 
 
 def refuse_sharded(model: nn.Module, mesh: DeviceMesh | MeshConfig | None = None) -> None:
-    """Raise when the model, a part of it, or a model around it has been sharded before.
+    """Raise if the model, a part of it, or an enclosing model is already sharded.
 
     Parameters that `parallelize_module` has divided over the tensor axis, before anything was sharded, are fine.
 
@@ -90,7 +90,7 @@ def _is_tensor_axis(axis: DeviceMesh, mesh: DeviceMesh | MeshConfig | None) -> b
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise for parameters that FSDP2 cannot shard and nothing here can make shardable.
+    """Raise for parameters that cannot be sharded.
 
     Raises:
         PlanError: A lazy module without shapes yet, a scripted module, a layer that makes sparse gradients or that
@@ -129,7 +129,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
-    """Find who calls what in `model`, without hints and without running its code on real data.
+    """Find the calls between modules of `model`, without running its code on real data.
 
     Args:
         model: Any module, on any device; the meta device is enough.
@@ -153,7 +153,7 @@ def plan(
     mesh: DeviceMesh | MeshConfig | None = None,
     example_inputs: Any = None,
 ) -> Plan:
-    """Decide how `model` will be sharded and say why.
+    """Compute the sharding plan of `model`, with reasons.
 
     Args:
         model: On the meta device or real; it is not changed.
@@ -234,7 +234,7 @@ WORTHWHILE_PADDING = 1 / 8
 
 
 def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> tuple[int, str]:
-    """The dimension to split, and why when it is not the first.
+    """Return the sharding dimension, and the reason if it is not the first.
 
     FSDP2 pads dim 0 to a multiple of the ranks but splits other dimensions only evenly. A stack of 8 experts on 64
     ranks would be padded eightfold on dim 0.
@@ -298,7 +298,7 @@ def _run_of(fqn: str) -> str:
 
 
 class Draft:
-    """The facts about one model, gathered once, from which the plan's parts are made."""
+    """Facts about one model, collected once, from which the plan is built."""
 
     def __init__(self, model: nn.Module, config: ShardConfig, axes: dict[str, int], device: str, calls: Calls) -> None:
         self.model, self.config, self.axes, self.device, self.calls = model, config, axes, device, calls
@@ -364,7 +364,7 @@ class Draft:
             )
 
     def _set_aside(self, key: int, parameter: nn.Parameter) -> None:
-        """Keep whole what FSDP2 cannot split."""
+        """Replicate parameters that FSDP2 cannot shard."""
         if packed_bytes(parameter) is not None:
             self._set_packed_aside(key, parameter)
         elif not (parameter.is_floating_point() or parameter.is_complex()):
@@ -404,7 +404,7 @@ class Draft:
         return axes, math.prod(self.axes[axis] for axis in axes)
 
     def plan(self, capability: tuple[int, int] | None) -> Plan:
-        """Decide everything, for hardware of this CUDA compute capability."""
+        """Compute the plan, for hardware of this CUDA compute capability."""
         assignment = self._assignment()
         self._divide_tensors(assignment)
         floating = [key for key in self.tree.root.keys if self.dtype_of[key] in FLOATING]

@@ -1,4 +1,4 @@
-"""How a decoder is divided into pipeline stages: blocks, and the modules before and after them."""
+"""Pipeline stages of a decoder: blocks, and the modules before and after them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.planning.tracing import innermost_module, on_fake_tensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """What one pipeline stage holds of a model."""
+    """Modules of one pipeline stage."""
 
     index: int
     num_stages: int

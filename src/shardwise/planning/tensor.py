@@ -69,7 +69,7 @@ VERIFY = "verify"
 def choose_tensor(
     model: nn.Module, config: TensorConfig, tree: Tree, calls: Calls, blocks: Iterable[str], num_ranks: int
 ) -> tuple[ParallelModule, ...]:
-    """What is done to each module of a model so that `num_ranks` ranks share its matrix products.
+    """Return the style of each module, so that `num_ranks` ranks share the matrix products.
 
     Args:
         model: Any module.
@@ -150,7 +150,7 @@ class TensorChoice:
         self.regions = [region for flow in flows for region in find_regions(flow, self.modules)]
 
     def divide_pairs(self) -> None:
-        """Divide linear layers in pairs, as the code allows."""
+        """Split linear layers in pairs, if the code allows it."""
         for region in self.regions:
             problem = next((why for name in region.layers if (why := self._why_not(name))), "")
             if not problem and not region.why_whole and self._local_heads(region) is None:
@@ -177,7 +177,7 @@ class TensorChoice:
         return more
 
     def divide_vocabulary(self) -> None:
-        """Divide the tables of tokens, and the output matrices of their shape, by rows."""
+        """Split embeddings, and output matrices of their shape, by rows."""
         free = {name: each for name, each in self.modules.items() if not self._is_in_block(name)}
         tables = {name: each for name, each in free.items() if type(each).forward is nn.Embedding.forward}
         tables = {name: each for name, each in tables.items() if each.num_embeddings > 2 * each.embedding_dim}

@@ -78,7 +78,7 @@ def findings_json(findings: Sequence[SourceFinding], summary: Mapping[str, Any])
 
 
 def findings_github(findings: Iterable[SourceFinding]) -> str:
-    """One workflow command a finding, which GitHub shows on the line of a pull request."""
+    """Return one workflow command per finding, which GitHub shows in a pull request."""
     lines = []
     for finding in findings:
         title, path = f"{finding.code} {finding.name}".strip(), PurePath(finding.path).as_posix()

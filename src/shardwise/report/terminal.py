@@ -1,4 +1,4 @@
-"""What people see in a terminal, drawn by rich on the caller's Console: progress, errors, `doctor`, `migrate`."""
+"""Terminal output, rendered by rich on the caller's Console: progress, errors, `doctor`, `migrate`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAIN_LINES = 10
 
 
 class TerminalProgress:
-    """One bar in a terminal; in a file or pipe, about ten lines that say the same."""
+    """A progress bar in a terminal; about ten lines in a file or pipe."""
 
     def __init__(self, console: Console, *, in_bytes: bool = False) -> None:
         self._console, self._in_bytes = console, in_bytes
@@ -58,7 +58,7 @@ class TerminalProgress:
             self._print(f"{self._label} {self._count()}  {'' if self._in_bytes else note}".rstrip())
 
     def finish(self, note: str = "") -> None:
-        """Leave the bar as it stands and print the last note under it."""
+        """Stop the bar and print the last note under it."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
@@ -81,7 +81,7 @@ class TerminalProgress:
 
 @contextmanager
 def progress_on(console: Console, *, in_bytes: bool = False) -> Iterator[TerminalProgress]:
-    """A progress bar that is taken down even when the work fails."""
+    """Context manager of a progress bar that is removed also after an error."""
     progress = TerminalProgress(console, in_bytes=in_bytes)
     try:
         yield progress
@@ -143,7 +143,7 @@ _HEADINGS = {
 
 
 def print_migration(console: Console, migration: Migration, *, written: bool) -> None:
-    """Print the difference of each file, unless the files on disk have been changed, and the report."""
+    """Print the diff of each file, unless the files were changed on disk, and the report."""
     if not written:
         for file in migration.files:
             if file.changed:
@@ -170,7 +170,7 @@ def print_migration(console: Console, migration: Migration, *, written: bool) ->
 
 
 def diff_text(file: MigratedFile) -> Text:
-    """The unified difference of one file, coloured."""
+    """Return the colored unified diff of one file."""
     before, after = file.before.splitlines(keepends=True), file.output.splitlines(keepends=True)
     out = Text()
     for line in difflib.unified_diff(before, after, file.path, file.path):

@@ -1,1 +1,1 @@
-"""Carry a plan out, and the tools that a sharded model needs in the loop."""
+"""Apply a plan, and the functions that a sharded model needs in the loop."""

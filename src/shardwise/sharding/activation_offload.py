@@ -1,4 +1,4 @@
-"""Activations in host memory: copied out while forward goes on, and back before backward needs them."""
+"""Activation offloading: copied to host memory during forward, and back before backward needs them."""
 
 import weakref
 from typing import Any
@@ -14,7 +14,7 @@ _MIN_BYTES = 2**22
 
 
 class HostActivations:
-    """What the blocks of one model keep in host memory, in the order of their calls.
+    """Activations of one model's blocks in host memory, in the order of calls.
 
     Copies run on streams of their own, one for each direction. Before backward reaches a block, the block before it is
     fetched too, so that its copies overlap with computation.
@@ -39,7 +39,7 @@ class HostActivations:
 
 
 class OffloadedCall:
-    """What one call of a block keeps for backward.
+    """Activations saved by one call of a block.
 
     Args:
         activations: Of the model.
@@ -58,7 +58,7 @@ class OffloadedCall:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def fetch(self) -> None:
-        """Start copying back what is not on the device."""
+        """Start copying offloaded activations back."""
         for kept in self._kept:
             if (tensor := kept()) is not None:
                 tensor.fetch()
@@ -129,12 +129,12 @@ class HostTensor:
         self._fetched = tensor, self._back.record_event()
 
     def __del__(self) -> None:
-        """Keep the memory of a copy that nobody took until it has arrived."""
+        """Keep the memory of an unused copy until it is complete."""
         if self._fetched is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._fetched[1])
 
     def take(self) -> torch.Tensor:
-        """The tensor on the device, for the stream that computes."""
+        """Return the tensor on the device, for the compute stream."""
         self._is_taken = False  # a graph that is kept is gone through again
         self.fetch()
         assert self._fetched is not None

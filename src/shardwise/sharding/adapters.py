@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside the linear layers of a frozen model, and their names in peft's files."""
+"""LoRA: low-rank adapters for the linear layers of a frozen model, and their names in peft's files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class LoraLayer(nn.Module):
-    """What a linear layer with an adapter has besides: two matrices and a forward that adds their product.
+    """Mixin of a linear layer with an adapter: two matrices and a forward that adds their product.
 
     The adapter's parameters are the layer's own, not those of modules in it: the base keeps its names, and plans find
     the same groups as without adapters.
@@ -49,13 +49,13 @@ class LoraLayer(nn.Module):
     lora_dropout: float
 
     def reset_parameters(self) -> None:
-        """Draw the layer as without the adapter, and the adapter so that it changes nothing yet."""
+        """Initialize the layer, and the adapter to zero output."""
         if callable(reset := getattr(super(), "reset_parameters", None)):
             reset()
         self.reset_adapter()
 
     def reset_adapter(self) -> None:
-        """Draw the first matrix and set the second to zero, as peft does."""
+        """Initialize the first matrix randomly and the second to zero, as peft does."""
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B)
 
@@ -68,7 +68,7 @@ class LoraLayer(nn.Module):
 
 
 def add_lora(model: M, config: LoraConfig | str | Path | None = None) -> M:
-    """Freeze a model and put a low-rank adapter beside each of its linear layers, in place; return the model.
+    """Freeze a model and add a low-rank adapter to each of its linear layers, in place; return the model.
 
     Call it before `shard` (and before `checkpoint_activations` and `compile_blocks`). The names of the model's own
     parameters stay, so that `load_weights` reads the base as before; adapters are called `<layer>.lora_A` and
@@ -178,7 +178,7 @@ def _targets(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, Any]:
 
 @torch.no_grad()
 def merge_lora(model: M) -> M:
-    """Add each adapter to the weight beside it and take the adapters away, in place; return the model.
+    """Merge each adapter into its base weight and remove the adapters, in place; return the model.
 
     The model computes the same up to rounding, and has the parameters that it had before `add_lora`, still frozen:
     `save_weights` then writes them as those of any model.
@@ -326,7 +326,7 @@ _REFUSED = {
 
 
 def read_peft_config(folder: Path) -> LoraConfig:
-    """The settings of the adapters in a folder of peft's.
+    """Read the settings of the adapters in a peft folder.
 
     Raises:
         CheckpointError: It is not such a folder, or its adapters are of a kind that `add_lora` does not make.

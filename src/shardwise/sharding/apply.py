@@ -1,4 +1,4 @@
-"""shard(): carry a plan out. Decides nothing."""
+"""shard(): apply a plan. Decides nothing."""
 
 import warnings
 import weakref
@@ -93,7 +93,7 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> str:
-    """Raise on every rank, showing the difference, unless all ranks hold the same plan and the same weights.
+    """Raise on every rank, with the difference, unless all ranks have the same plan and the same weights.
 
     Weights are judged by a sample of each parameter. Each rank keeps its slice of its own copy, so ranks that were
     initialised differently would silently train a patchwork.
@@ -127,7 +127,7 @@ def _fingerprint(parameter: torch.Tensor) -> str:
 
 
 def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
-    """Tell each group which others to gather ahead of their turn."""
+    """Set the groups that each group prefetches."""
     for group in plan.groups:
         module = modules[group.modules[0]]
         if group.forward_prefetch:
@@ -246,7 +246,7 @@ def shard(
 
 
 def _prepare_storage(model: nn.Module, plan: Plan) -> None:
-    """Give every parameter the storage the plan states: one object per tie, row-major, upcast where asked."""
+    """Prepare the storage of parameters: one object per tie, contiguous, upcast if planned."""
     _tie(model, plan)
     for planned in plan.parameters:
         parameter = model.get_parameter(planned.fqn)
@@ -257,7 +257,7 @@ def _prepare_storage(model: nn.Module, plan: Plan) -> None:
 
 
 def _tie(model: nn.Module, plan: Plan) -> None:
-    """Let all names of a parameter stand for one object."""
+    """Register one object under all names of a parameter."""
     for planned in plan.parameters:
         for alias in planned.aliases:
             owner, _, name = alias.rpartition(".")
@@ -312,7 +312,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _below(root: str, plan: Plan) -> Plan:
-    """What the plan says of one network in a container; all of it where the model itself is the root."""
+    """Return the plan of one network in a container; the whole plan if the model is the root."""
     return replace(
         plan,
         groups=tuple(group for group in plan.groups if is_within(group.modules[0], root)),
@@ -323,7 +323,7 @@ def _below(root: str, plan: Plan) -> Plan:
 
 
 def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
-    """Put our hooks around FSDP2's: entries, held groups, gradients outside groups, prefetching."""
+    """Install shardwise's hooks: forward hooks, held groups, gradients outside groups, prefetching."""
     model = modules[plan.root.modules[0]]
     compat.cast_instead_of_copies(model)
     compat.patch_accumulation(model)
@@ -340,7 +340,7 @@ def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
 
 
 def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> Replicated:
-    """Bring the parameters that are in no group to the device, replicated ones as DTensors."""
+    """Move parameters outside groups to the device, replicated ones as DTensors."""
     device = compat.compute_device(model)
     replicated = Replicated()
     for planned in plan.replicated:
@@ -354,7 +354,7 @@ def _place_outside(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], 
 
 
 def _install_forward_hooks(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], replicated: Replicated) -> None:
-    """Count entries into each group, by its forward and by the methods the plan names."""
+    """Install forward hooks on each group's forward and on the planned entry points."""
     kept = [g for group in plan.groups if group.held for g in _fsdp_groups(group, modules)]
     parts = [
         PartsForwardHooks([modules[name] for name in group.modules], model, _casts(group))

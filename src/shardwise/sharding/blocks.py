@@ -1,4 +1,4 @@
-"""What is applied block by block: activation checkpointing and torch.compile."""
+"""Activation checkpointing and torch.compile, applied block by block."""
 
 import copy
 import functools
@@ -89,7 +89,7 @@ class WrittenBuffers:
         return bool(self._written.get(self.module.training, self._places))
 
     def contexts(self) -> Contexts:
-        """What surrounds a run, and its repetition, which sees and writes copies of the buffers of before the run."""
+        """Return contexts of a run and of its recomputation, which uses copies of the buffers from before the run."""
         training = self.module.training
         before: dict[tuple[nn.Module, str], tuple[torch.Tensor, int, torch.Tensor]] = {}
         for module, name in self._written.get(training, self._places):
@@ -170,7 +170,7 @@ class ReplacedForward:
     """
 
     is_compiled = False
-    """Whether what it runs is compiled."""
+    """Whether its function is compiled."""
     compiles_inside = False
     """Whether a compiler should work on what it runs and leave itself alone."""
 
@@ -185,7 +185,7 @@ class ReplacedForward:
 
 
 def replacements(module: nn.Module) -> Iterator[ReplacedForward]:
-    """What stands for the module's forward, outermost first."""
+    """Return the replacements of the module's forward, outermost first."""
     forward = vars(module).get("forward")
     while isinstance(forward, ReplacedForward):
         yield forward
@@ -225,7 +225,7 @@ def checkpoint_activations(
     preserve_rng: bool = True,
     config: ShardConfig | Plan | None = None,
 ) -> M:
-    """Make the model's blocks recompute in backward what they would have kept, in place; return the model.
+    """Apply activation checkpointing to the model's blocks, in place; return the model.
 
     Call it before `compile_blocks` and `shard`. Only `forward` of each block is replaced: names of
     parameters, classes and hooks stay, and FSDP2 gathers a block once for its recomputation and its backward.
@@ -317,7 +317,7 @@ def change_activations(
 
 
 def refuse_budget(activations: str | float, *, compiles: bool) -> None:
-    """Raise where a memory budget is set, and no compiler chooses what is kept.
+    """Raise if a memory budget is set without compilation.
 
     Raises:
         ConfigError: It is.
@@ -332,7 +332,7 @@ def refuse_budget(activations: str | float, *, compiles: bool) -> None:
 
 
 class AdaptiveActivations:
-    """What the blocks of a model keep for backward, less and less of it while memory does not suffice.
+    """Activation checkpointing of a model's blocks, which saves less on out-of-memory.
 
     At first everything is kept on the device. `keep_less` recomputes what is cheap, then also moves a growing part of
     the rest to host memory, and in the end recomputes whole blocks, more and more of them.
@@ -359,7 +359,7 @@ class AdaptiveActivations:
         self.reset()
 
     def keep_less(self, *, recompute_blocks: bool) -> Mode | None:
-        """Keep less from the next call on.
+        """Save less from the next call on.
 
         Args:
             recompute_blocks: Whether whole blocks may be recomputed.
@@ -391,7 +391,7 @@ def _is_chosen(index: int, num_blocks: int, share: float = 1 / 2) -> bool:
 
 
 class CheckpointedForward(ReplacedForward):
-    """A block's forward that is run again in backward.
+    """A block's forward that is recomputed in backward.
 
     Args:
         module: The block.
@@ -458,7 +458,7 @@ class _RandomNumbers:
 
 
 class BudgetedForward(ReplacedForward):
-    """A block's forward that is compiled to keep a part of its activations.
+    """A block's forward that is compiled to save a part of its activations.
 
     Args:
         forward: What the module had.

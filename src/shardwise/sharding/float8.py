@@ -45,7 +45,7 @@ def import_torchao() -> Any:
 
 
 def convert_linears(model: nn.Module, plan: Plan) -> None:
-    """Let the linear layers that the plan names compute in float8.
+    """Convert the planned linear layers to float8.
 
     A layer stays the object it is, with its names, hooks and initialisation.
 

@@ -25,9 +25,9 @@ class Translation:
     precision_reason: str | None = None
     """Why groups compute in their dtype, where a name decided it; in place of the plan's own reason."""
     notes: list[str] = field(default_factory=list)
-    """Reasons for the plan: what became of a key whose effect does not show elsewhere."""
+    """Notes for the plan about keys without other visible effects."""
     warnings: list[str] = field(default_factory=list)
-    """Warnings for the plan: what FSDP1 did and FSDP2 does otherwise."""
+    """Warnings for the plan about differences between FSDP1 and FSDP2."""
     problems: list[str] = field(default_factory=list)
     """`key: what is wrong; what to do`, all of them raised together."""
     mesh: DeviceMesh | None = None

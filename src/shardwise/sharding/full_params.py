@@ -34,7 +34,7 @@ def gather_in_buckets(
     keep: bool,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield each name with its full tensor, in order, holding about two buckets of memory at a time.
+    """Yield each name with its full tensor, in order, with about two buckets of memory.
 
     Args:
         named: DTensors and plain tensors, the same names in the same order on every rank.
@@ -233,7 +233,7 @@ def iter_full_tensors(
 
 
 def reshard(model: nn.Module) -> None:
-    """Register the sharded parameters everywhere, and forget gathered ones: they may be of before a change."""
+    """Register the sharded parameters everywhere and drop unsharded ones, which may be stale."""
     for group in compat.param_groups(model):
         compat.wait_and_reshard(group)
 
@@ -253,7 +253,7 @@ def _full_tensors(
 
 
 def find_slots(model: nn.Module, recurse: bool) -> _Slots:
-    """Where each parameter is registered; without `recurse` not in modules that are groups of their own."""
+    """Return where each parameter is registered; without `recurse` not in modules that are separate groups."""
     groups: set[nn.Module] = {each for each in model.modules() if isinstance(each, FSDPModule) and each is not model}
     slots: _Slots = {}
     for _, module in model.named_modules(memo=set() if recurse else groups):
@@ -284,7 +284,7 @@ def _register(slots: _Slots, chosen: dict[nn.Parameter, nn.Parameter]) -> None:
 
 
 def _registered(places: list[tuple[nn.Module, str]], own: nn.Parameter) -> torch.Tensor:
-    """What stands in a parameter's places at the end of the block: ours, unless one was replaced."""
+    """Return the parameter registered at the end of the block: the full one, unless it was replaced."""
     current = [module._parameters.get(name) for module, name in places]
     replaced = [tensor for tensor in current if tensor is not None and tensor is not own]
     return replaced[0] if replaced else own

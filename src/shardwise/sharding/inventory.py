@@ -68,7 +68,7 @@ def sharded_axes(tensor: DTensor) -> tuple[int, ...]:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, sharing its memory, without gradient; a plain tensor is its own part.
+    """Return this rank's part of a DTensor, sharing its memory, without gradient; a plain tensor unchanged.
 
     Of a subclass that only wraps a plain tensor (to gather it in another form), it is that tensor.
     """
@@ -95,7 +95,7 @@ def plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `full` when it is laid out like `like`.
+    """Return this rank's part of `full` in the layout of `like`.
 
     Ranks:
         Local. Every rank must bring the same `full`, or at least its own part of it.
@@ -113,7 +113,7 @@ def local_part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangular part of a tensor that one rank holds."""
+    """A rectangular part of a tensor on one rank."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -195,7 +195,7 @@ def cut_by(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """The whole of a DTensor, in memory of its own.
+    """Return the full tensor of a DTensor, in new memory.
 
     torch's own `full_tensor` hangs, or mixes rows, where several mesh axes cut one dimension unevenly (2.13).
 
@@ -270,7 +270,7 @@ _WORD_BYTES = 2**16  # fingerprinted at a time, which takes several times the me
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill with what no initialiser writes: NaN, or a byte pattern where there is no NaN.
+    """Fill with values that no initializer writes: NaN, or a byte pattern for dtypes without NaN.
 
     Args:
         tensor: Contiguous, unless its dtype has NaN.
@@ -334,11 +334,11 @@ class Place:
         return self.module._parameters if self.is_parameter else self.module._buffers
 
     def get(self) -> torch.Tensor | None:
-        """What stands there now."""
+        """Return the registered tensor."""
         return self._registered.get(self.name)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Let `tensor` stand there."""
+        """Register `tensor`."""
         if type(self.module).__setattr__ is not nn.Module.__setattr__:
             setattr(self.module, self.name, tensor)  # recurrent layers keep a list of their weights in step
         else:
@@ -364,7 +364,7 @@ class TensorEntry:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank stores of it."""
+        """Return this rank's part."""
         return self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
 
     def allocate(self, device: torch.device, *, poisoned: bool = True) -> None:

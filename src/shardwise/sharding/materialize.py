@@ -1,4 +1,4 @@
-"""materialize(): from meta to the device, every module initialised once, the same on any number of ranks."""
+"""materialize(): from meta to the device, every module initialized once, independent of the number of ranks."""
 
 import inspect
 import sys
@@ -257,7 +257,7 @@ def materialize(
     device: torch.device | str | None = None,
     sync_from_rank_zero: bool = False,
 ) -> M:
-    """Allocate and initialise every tensor that is still on the meta device; return the model.
+    """Allocate and initialize every tensor on the meta device; return the model.
 
     Module by module, children first, a module's own parameters stand in full while its initialisers run;
     then each rank keeps its part. All ranks draw the same numbers, from a seed that rank 0 draws, so the

@@ -1,1 +1,1 @@
-"""Run it: the loop, and the functions that a loop of your own calls."""
+"""The training loop, and the functions for custom loops."""

@@ -1,4 +1,4 @@
-"""A moving average of a sharded model's weights, itself sharded: no rank ever holds a full tensor."""
+"""A sharded moving average of a sharded model's weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,7 +72,7 @@ class EMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Put the average in the model's parameters until the block ends, then put the parameters back.
+        """Swap the average into the model's parameters inside the block.
 
         For evaluation and saving, not for training: what the block changes in the parameters is dropped.
 
@@ -105,7 +105,7 @@ class EMA:
         return {"num_updates": self.num_updates, "shadow": dict(self._shadow)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over averages: DTensors placed like the parameters, or full plain tensors.
+        """Load averages: DTensors placed like the parameters, or full plain tensors.
 
         Raises:
             CheckpointError: Names or shapes differ, or a DTensor is placed in another way. Nothing is loaded.
@@ -120,7 +120,7 @@ class EMA:
         self.num_updates = int(state_dict["num_updates"])
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's part of every average, with its part of the model's value."""
+        """Yield this rank's part of every average, with its part of the model's value."""
         reshard(self.model)
         current = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         missing = sorted(self._shadow.keys() - current.keys())

@@ -1,4 +1,4 @@
-"""`generate`: continue a text with a sharded model. Every rank takes every step, and all see the same tokens."""
+"""`generate`: generate tokens with a sharded model. All ranks run every step on the same tokens."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def _last_logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _piped_logits(pipe: Pipeline, ids: Tensor, window: int) -> Tensor:
-    """Of the last token, from sequences of one length: what comes after it changes nothing in a causal model."""
+    """Return the logits of the last token; sequences are padded to one length, which a causal model ignores."""
     last = ids.shape[1] - 1
     padded = nn.functional.pad(ids, (0, window - ids.shape[1]))
     return pipe.compute({"ids": padded}, lambda model, batch: logits_of(model(batch["ids"]))[:, last].float())
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Where the model computes, which under offloading is not where its parameters lie."""
+    """Return the compute device, which with offloading differs from the parameters' device."""
     if isinstance(model, FSDPModule):
         return compat.compute_device(model)
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -40,7 +40,7 @@ from shardwise.training.step import accumulate, clip_grad_norm_, clipping_factor
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude existing objects from garbage collection inside the block: a full one takes longer than a short step."""
+    """Exclude existing objects from garbage collection inside the block, because a full collection is slow."""
     gc.collect(1)  # young objects only: a full collection would delay the first step by a tenth of a second
     gc.freeze()
     try:
@@ -140,7 +140,7 @@ def evaluate(run: TrainingRun) -> float | None:
 
 
 def export(run: TrainingRun) -> Path:
-    """Write the weights into the run's folder, with the model's config and the tokenizer beside them; collective.
+    """Write the weights, the model's config and the tokenizer to the run's folder; collective.
 
     They are a folder of safetensors; of a run with `lora`, of peft's with the adapters.
     """
@@ -169,7 +169,7 @@ def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
 
 
 def rewind(run: TrainingRun, bad_step: int) -> None:
-    """Load the last checkpoint, and skip the batch of the bad step from now on; collective."""
+    """Load the last checkpoint, and skip the batch of the bad step; collective."""
     found = run.checkpoints.newest()
     if found is None:
         raise TrainingError(
@@ -245,7 +245,7 @@ def fit(
     progress: Progress | None = None,
     on_record: Callable[[int, Mapping[str, Any]], None] | None = None,
 ) -> Training:
-    """Build the model on meta, shard it, fill it, and train it; or go on with a run that was stopped.
+    """Build the model on meta, shard, initialize and train it; or resume a run.
 
     Args:
         config: The run.
@@ -279,14 +279,14 @@ def fit(
 
 
 def train(run: TrainingRun, stop: StopRequest) -> None:
-    """Make optimizer steps until the last one, or until any rank is asked to stop; collective."""
+    """Run optimizer steps until the last one, or until any rank receives a stop request; collective."""
     with profiled(run.config.metrics, run.folder, rank=run.mesh.get_rank(), steps_done=run.step) as step_done:
         while (bad_step := _train_until_bad(run, stop, step_done)) is not None:
             rewind(run, bad_step)
 
 
 def _train_until_bad(run: TrainingRun, stop: StopRequest, step_done: Callable[[], None]) -> int | None:
-    """The loop; returns early with the number of a bad step from which the run has to rewind."""
+    """Run the loop; return early with the number of a bad step if the run must rewind."""
     optimizer, settings, every = run.optimizer, run.config.training, run.config.checkpoint.every
     max_norm = settings.max_grad_norm or math.inf
     for batch in run.data.until(settings.steps, stop):  # this rank's rows of each global batch
@@ -326,7 +326,7 @@ def _train_until_bad(run: TrainingRun, stop: StopRequest, step_done: Callable[[]
 
 
 def clip(run: TrainingRun, max_norm: float) -> Tensor:
-    """Clip the gradients, or let the optimizer do it while it reads them; return the norm before clipping."""
+    """Clip the gradients, in the optimizer's kernel if supported; return the norm before clipping."""
     if not isinstance(run.optimizer, ClippingAdamW):
         return clip_grad_norm_(run.model, max_norm)
     norm = grad_norm(run.model)

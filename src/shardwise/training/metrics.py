@@ -59,7 +59,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends records to a project; the run's folder names it, so that a resumed run goes on under the same name."""
+    """Sends records to a project; the run is named after its folder, so that a resumed run keeps its name."""
 
     def __init__(self, project: str, folder: Path) -> None:
         wandb = _import("wandb")
@@ -81,7 +81,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **_numbers(values)})
 
     def rewind(self, steps_done: int) -> None:
-        """Nothing: the numbers of repeated steps stand beside the earlier ones."""
+        """Do nothing: repeated steps are recorded in addition to the earlier ones."""
 
     def close(self) -> None:
         """Finish the run."""
@@ -224,7 +224,7 @@ class StepReading:
 
 
 class StepMetrics:
-    """Adds up tokens and losses over ranks, in two all-reduces of a number a step (`count` and `mean`).
+    """Sums tokens and losses over ranks, in two scalar all-reduces per step (`count` and `mean`).
 
     The sums stay on the device. From an accelerator, copies travel to the host meanwhile and are read a step later.
     Ranks that share a layer's matrices share their batch, which counts once.
@@ -240,7 +240,7 @@ class StepMetrics:
         self._start = time.perf_counter()
 
     def count(self, num_tokens: Tensor) -> Tensor:
-        """The tokens of this step on all ranks, from those on this one (0-d, anywhere); on the device."""
+        """Return the number of tokens of this step on all ranks (0-d), from that of this rank; on the device."""
         self._tokens = self._sum(num_tokens)
         return self._tokens
 
@@ -253,7 +253,7 @@ class StepMetrics:
         self._start = time.perf_counter()
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor, **others: Any) -> list[StepReading]:
-        """Start copying the numbers of a step to the host; return those that have arrived: on the CPU at once."""
+        """Start copying the metrics of a step to the host; return those that have arrived (on the CPU immediately)."""
         readings = self.flush()
         row = torch.stack([number.detach().to(self._tokens) for number in (loss, grad_norm, self._tokens)])
         if row.device.type == "cpu":
@@ -266,7 +266,7 @@ class StepMetrics:
         return readings
 
     def flush(self) -> list[StepReading]:
-        """The numbers that were not returned yet, if any; waits for them."""
+        """Wait for the remaining metrics and return them."""
         if self._in_flight is None:
             return []
         (step, others, row, copied), self._in_flight = self._in_flight, None
@@ -332,7 +332,7 @@ def mfu(tokens_per_s: float, flops_of_token: float, num_devices: int, peak: floa
 
 
 def _multiplied(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
-    """Parameters of matrix products that a token passes, and the used fraction of each."""
+    """Yield the parameters of matrix products used by a token, and the used fraction of each."""
     num_experts, chosen = config_size(model, *_NUM_EXPERTS) or 0, config_size(model, *_EXPERTS_PER_TOKEN) or 0
     share = chosen / num_experts if num_experts > 1 and chosen else 1.0
     experts = {

@@ -32,7 +32,7 @@ gradients takes as long as about 500 tokens, whatever the model."""
 
 
 class Microbatches:
-    """Splits a rank's batch into micro-batches, and finds the size that fits into memory.
+    """Splits a rank's batch into micro-batches, and finds the size that fits in memory.
 
     With several ranks the size is found in the first three steps: each step is tried without communication, so that
     a rank that runs out of memory leaves no other rank in a collective, and all ranks halve the size until it fits
@@ -124,7 +124,7 @@ class Microbatches:
         return {rank: text for rank, text in enumerate(gather_objects(failure)) if text is not None}
 
     def _use_less(self, failures: dict[int, str], batch: Batch) -> None:
-        """Halve the size while micro-batches are large; then keep fewer activations; then halve it down to one row."""
+        """Halve the size while micro-batches are large; then save fewer activations; then halve it down to one row."""
         length = max((tensor.shape[1] for tensor in batch.values() if tensor.ndim > 1), default=1)
         is_large = self.size > 1 and -(-self.size // 2) * length >= _CHEAP_TOKENS
         mode = None
@@ -162,7 +162,7 @@ class Microbatches:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of an accelerator or of the machine, did not suffice."""
+    """Whether an error means out of memory, on an accelerator or the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(each in str(error) for each in _MEMORY_ERRORS)
@@ -178,7 +178,7 @@ def _does_not_fit(rank: int, failure: str) -> TrainingError:
 
 
 def _is_data_parallel(model: nn.Module) -> bool:
-    """Whether a step has no collectives inside layers, which a trial would wait in."""
+    """Whether a step has no collectives inside layers, in which a trial would hang."""
     groups = compat.param_groups(model)
     return bool(groups) and all(compat.is_data_parallel(group) for group in groups)
 
@@ -195,7 +195,7 @@ def _read(record: Path) -> int | None:
 
 
 def volatile_state(model: nn.Module) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
-    """What a forward changes: random numbers, and buffers with a copy of each."""
+    """Return the state that a forward changes: random states, and buffers with copies."""
     return random_state(), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
 

@@ -1,4 +1,4 @@
-"""From a batch to a loss: batches on the device, the objective, and losses that are not finite.
+"""The objective: batches on the device, losses, and non-finite losses.
 
 The logits of a long sequence are the largest tensors of a step (8,192 tokens of a vocabulary of 128,256: 4 GiB in
 float32, and as much again for their gradient). Where a plain matrix makes them, they exist for one chunk of tokens at
@@ -38,7 +38,7 @@ _MIN_CHUNK_ROWS = 256
 
 
 def output_matrix(model: nn.Module) -> nn.Linear | None:
-    """The module that turns hidden states into logits, if it is a plain matrix."""
+    """Return the output projection of the model, if it is a plain matrix."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else getattr(model, "lm_head", None)
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
@@ -66,7 +66,7 @@ class ChunkedLoss:
             del self._head.forward
 
     def of(self, logits: Any) -> Tensor | None:
-        """The loss, where the model returned the stand-in; else None."""
+        """Return the loss if the model returned the placeholder, else None."""
         mine = self._stand_in
         is_stand_in = (
             mine is not None
@@ -93,7 +93,7 @@ class ChunkedLoss:
 
 
 class Vocabulary:
-    """The rows of an output matrix that this rank has.
+    """Rows of the output matrix on this rank.
 
     Args:
         weight: Divided by rows over a mesh of one axis, evenly.
@@ -123,7 +123,7 @@ class Vocabulary:
 
 
 class _FirstElement(torch.autograd.Function):
-    """The loss that a stand-in repeats; its gradient takes no memory either."""
+    """Loss of a placeholder whose gradient needs no memory."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _matmul(left: Tensor, right: Tensor, out: Tensor, *, added: bool) -> None:
-    """`out = left @ right`, or `out += left @ right`, added up in the dtype of `out`."""
+    """Compute `out = left @ right` or `out += left @ right`, accumulated in the dtype of `out`."""
     if left.dtype != out.dtype and left.is_cuda:
         torch.addmm(out, left, right, beta=int(added), out_dtype=out.dtype, out=out)
     else:
@@ -188,7 +188,7 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor, *, added: bool) -> None:
 
 
 def _cross_entropy_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss of some rows and its gradient, in the dtype of the logits."""
+    """Return the summed loss of some rows and its gradient, in the dtype of the logits."""
     wide = logits.to(torch.promote_types(torch.float32, logits.dtype))
     is_learnt = (targets != IGNORED)[:, None]
     wanted = targets.clamp_min(0)[:, None]
@@ -201,7 +201,7 @@ def _cross_entropy_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor
 
 @functools.cache
 def _cross_entropy(device_type: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """As one kernel where there is a compiler for the device."""
+    """Compute cross-entropy in one kernel if the device has a compiler."""
     if compat.can_compile(torch.device(device_type)):
         return torch.compile(_cross_entropy_and_gradient)
     return _cross_entropy_and_gradient
@@ -273,7 +273,7 @@ class Objective:
         return next_token_loss(logits_of(model(*args, **kwargs)), labels)
 
     def _loss_of_model(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean over the rows that the model's own forward returns."""
+        """Return the model's own loss, the mean over rows."""
         output = model(**{name: value for name, value in batch.items() if self._takes_any or name in self._accepted})
         loss = output if isinstance(output, Tensor) else _get(output, "loss")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -325,7 +325,7 @@ class StepBatches:
         self._reached = source.state_dict()
 
     def until(self, num_steps: int, stop: StopRequest) -> Iterator[Batch]:
-        """The batches of the steps from here to `num_steps`; fewer once any rank is asked to stop. Collective."""
+        """Yield the batches of the steps up to `num_steps`, or until a stop request on any rank. Collective."""
         for batch, reached in lockstep(self._fetch(num_steps, stop)):
             self.steps += 1
             self._reached = reached  # the loader itself is a batch ahead
@@ -341,7 +341,7 @@ class StepBatches:
             yield next(self.source), self.source.state_dict()
 
     def leave_out(self, step: int) -> None:
-        """Skip the batch that this step, counted from 0, has had; for steps that are repeated."""
+        """Skip the batch of this step, counted from 0, when the step is repeated."""
         self.left_out |= {batch_of(step, self.left_out)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class StepBatches:
         return {"steps": self.steps, "left_out": sorted(self.left_out), "source": self._reached}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there; batches that this run has skipped since stay skipped."""
+        """Continue from this position; batches skipped since then stay skipped."""
         self.steps = int(state_dict["steps"])
         self.left_out |= set(state_dict["left_out"])
         self.source.load_state_dict(state_dict["source"])
@@ -357,7 +357,7 @@ class StepBatches:
 
 
 def batch_of(step: int, left_out: Iterable[int]) -> int:
-    """The number of the batch that a step gets, both from 0.
+    """Return the batch number of a step, both from 0.
 
     >>> [batch_of(step, {1, 2}) for step in range(3)]
     [0, 3, 4]
@@ -370,7 +370,7 @@ def batch_of(step: int, left_out: Iterable[int]) -> int:
 
 
 def allows_step(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor, *, wait: bool = False) -> bool:
-    """Whether to call `optimizer.step()`: not where the loss or the norm is not finite.
+    """Whether to call `optimizer.step()`: only if loss and norm are finite.
 
     On an accelerator a fused optimizer leaves a bad step out by itself, so the answer is True and nothing waits for the
     device, unless `wait` asks for the true answer: an average of the weights must not move after a bad step.
@@ -382,7 +382,7 @@ def allows_step(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor, *, wait: 
 
 
 class BadLosses:
-    """Counts steps whose loss or gradient was not finite; such a step has changed no weight."""
+    """Counts steps with a non-finite loss or gradient; such a step changes no weights."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
@@ -390,7 +390,7 @@ class BadLosses:
         """Bad steps so far."""
 
     def is_bad(self, reading: StepReading) -> bool:
-        """Whether a step was bad; a TrainingError if the policy is to stop then, or there were too many."""
+        """Whether a step was bad; a TrainingError if the policy is `stop`, or there were too many."""
         if math.isfinite(reading.loss) and math.isfinite(reading.grad_norm):
             return False
         self.num_bad += 1

@@ -1,4 +1,4 @@
-"""Optimizers by name, which parameters each takes, and Muon on sharded parameters."""
+"""Optimizers by name, their parameter groups, and Muon on sharded parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def map_unsharded_matrices(
     dtype: torch.dtype,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Apply `work` to whole matrices, or stacks of them, of which each rank brings its own part; collective, lazily.
+    """Apply `work` to unsharded matrices, or stacks of them, gathered from the parts of the ranks; collective, lazily.
 
     It is called once for each matrix in all the ranks that share it, replicas included; only where two mesh axes cut a
     matrix does every rank repeat it. Yields the index and this rank's part of each result, in no particular order;
@@ -64,14 +64,14 @@ def map_unsharded_matrices(
 
 
 def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
-    """Whether this rank holds nothing but whole matrices of it."""
+    """Whether this rank has only unsharded matrices of it."""
     if not isinstance(parameter, DTensor) or not sharded_axes(parameter) or parameter.device_mesh.size() == 1:
         return True
     return layout is not None and parameter.ndim == 3 and layout.dim == 0
 
 
 def _map_stack(parts: Tensor, shape: torch.Size, layout: ShardLayout, work: Work, first: int) -> Tensor:
-    """Apply `work` to matrices of one shape, of each of which every rank has a part; rank `first` gets one first.
+    """Apply `work` to matrices of one shape, sharded over all ranks; rank `first` gets the first one.
 
     Parts go to their owners over the axis that cuts them, and results back; then from each replica to the others.
     """
@@ -149,7 +149,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change every parameter that has a gradient; collective, with two exchanges for each bucket of matrices."""
+        """Update every parameter that has a gradient; collective, with two exchanges per bucket of matrices."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -186,7 +186,7 @@ class Muon(Optimizer):
             local.add_(update, alpha=-group["lr"] * factor)
 
     def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """This rank's part of what is orthogonalised: the gradient with momentum."""
+        """Return this rank's part of the gradient with momentum, to be orthogonalized."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
@@ -199,7 +199,7 @@ class Muon(Optimizer):
 
 
 def adamw_state(optimizer: Optimizer, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-    """AdamW's state of a parameter, made at the first step and laid out as `torch.optim.AdamW` has it."""
+    """Return AdamW's state of a parameter, initialized in the first step, in the layout of `torch.optim.AdamW`."""
     state = optimizer.state[parameter]
     if not state:
         device = local_tensor(parameter).device if group["fused"] else "cpu"
@@ -210,7 +210,7 @@ def adamw_state(optimizer: Optimizer, parameter: nn.Parameter, group: dict[str, 
 
 
 def step_adamw(optimizer: Any, parameters: Sequence[nn.Parameter], group: dict[str, Any], factor: Any = None) -> None:
-    """AdamW as torch has it, on this rank's parts of some parameters of a group, their gradients times `factor`."""
+    """Run torch's AdamW on this rank's parts of some parameters of a group, with gradients times `factor`."""
     states = [adamw_state(optimizer, parameter, group) for parameter in parameters]
     gradients = [local_tensor(p.grad).to(p.dtype) for p in parameters if p.grad is not None]
     adamw(
@@ -252,7 +252,7 @@ class ClippingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change every parameter that has a gradient; `gradient_factor` is used up."""
+        """Update every parameter that has a gradient, and reset `gradient_factor`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -321,7 +321,7 @@ def _compiled_update() -> Callable[..., None]:
 
 
 def orthogonalizing_dtype(device: torch.device) -> torch.dtype:
-    """In which dtype matrices on a device are orthogonalised, where nothing else is asked for."""
+    """Return the default dtype for orthogonalization on a device."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
@@ -375,7 +375,7 @@ def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
 
 
 def _walk(module: nn.Module, *, in_block: bool) -> Iterator[tuple[nn.Module, bool]]:
-    """Every module, and whether it is (in) a block; a module with several parents comes several times."""
+    """Yield every module, and whether it is (in) a block; a module with several parents is repeated."""
     yield module, in_block
     for child in module.children():
         starts_block = isinstance(module, _CONTAINERS) and next(child.children(), None) is not None
@@ -394,7 +394,7 @@ def _kind(module: nn.Module, parameter: nn.Parameter, in_block: bool) -> Kind:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Make the optimizer that `config` describes, with one parameter group per kind of parameter.
+    """Build the optimizer of `config`, with one parameter group per kind of parameter.
 
     Each group says its `kind`: `matrices` (decayed), `vectors` and `embeddings` (not decayed, unless
     `decay_everything`) and, with Muon, `blocks`: the matrices that Muon changes. All state is kept per parameter and
@@ -468,7 +468,7 @@ def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
 
 
 def _fused(optimizer: type[Optimizer], groups: list[dict[str, Any]], config: OptimizerConfig) -> bool | None:
-    """Whether one kernel changes all parameters; None lets torch choose between its other ways."""
+    """Return torch's `fused` argument; None: torch's default."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     is_possible = compat.has_fused_kernels(parameters)
     if optimizer is torch.optim.SGD:  # its fused kernel does not know DTensors

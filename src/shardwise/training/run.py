@@ -1,4 +1,4 @@
-"""From a RunConfig to everything that a loop needs; settings and requirements are checked before the model is made."""
+"""Open a training run from a RunConfig; settings and requirements are checked before the model is built."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Problems:
         self.errors: list[ShardwiseError] = []
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`; None if it raised, which is recorded."""
+        """Return the result of `work`; None if it raised, and record the error."""
         try:
             return work()
         except ShardwiseError as error:
@@ -88,7 +88,7 @@ class Problems:
             return None
 
     def raise_any(self, *, is_joined: bool) -> None:
-        """Raise one error with all problems, if there are any; where `is_joined`, those of all ranks (collective)."""
+        """Raise one error with all problems, if any; with `is_joined`, those of all ranks (collective)."""
         found: dict[str, ShardwiseError] = {}  # one problem per place
         for rank, errors in enumerate(gather_objects(self.errors) if is_joined else [self.errors]):
             for error in errors:
@@ -140,7 +140,7 @@ def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfi
 def prepare_blocks(
     model: nn.Module, config: ShardConfig, made: Plan, device: torch.device
 ) -> AdaptiveActivations | None:
-    """Compile the blocks of a model that is not sharded yet, and let them recompute; `auto` is what is fastest.
+    """Apply activation checkpointing and compilation to the blocks of an unsharded model; `auto`: the fastest.
 
     Returns:
         What is kept for backward, where memory decides about it.
@@ -160,7 +160,7 @@ def prepare_blocks(
 
 
 def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
-    """Size of one checkpoint of a run: weights, buffers, optimizer state and averages, of all ranks together."""
+    """Size of one checkpoint of a run: weights, buffers, optimizer state and averages of all ranks."""
     kinds, optimizer = parameter_kinds(model), config.optimizer
     total = sum(each.tensor.nbytes for each in model_tensors(model) if not each.is_parameter)
     for planned in made.parameters:
@@ -211,7 +211,7 @@ def check_disk(config: RunConfig, num_bytes: int, found: run_folder.CheckpointRe
 
 @dataclass(slots=True)
 class Examined:
-    """What `examine` found; None for parts that could not be built."""
+    """Results of `examine`; None for parts that could not be built."""
 
     config: RunConfig
     """The run; with its folder, on rank 0."""
@@ -261,7 +261,7 @@ def load_run_model(config: RunConfig) -> nn.Module:
 
 
 def check_parallel(config: RunConfig, num_data_ranks: int) -> None:
-    """Raise unless sequences divide over the context axis, and rows over the stages of a pipeline."""
+    """Raise unless sequences divide over the context axis, and rows over pipeline stages."""
     mesh, shard_config = config.mesh, config.shard
     if mesh.context > 1:
         SequenceLayout(mesh.context, 0, shard_config.context.balanced).positions(config.data.sequence_length)
@@ -366,11 +366,11 @@ class TrainingRun:
         return torch.device(self.mesh.device_type)
 
     def part_of(self, batch: Batch) -> Batch:
-        """This rank's part of the sequences, where they are divided over a context axis."""
+        """Return this rank's part of the sequences, with a context axis."""
         return split_sequences(batch, mesh=self.mesh, balanced=self.config.shard.context.balanced)
 
     def loss_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss of a batch without gradients, and its tokens.
+        """Return the summed loss of a batch without gradients, and its number of tokens.
 
         Ranks:
             Collective.
@@ -423,7 +423,7 @@ class TrainingRun:
         """The loader's batches, except skipped ones."""
 
     def _open_pipeline(self) -> Pipeline:
-        """Divide the model into stages, by the first batch of the data."""
+        """Split the model into stages, using the first batch of the data."""
         batch = run_on_all(lambda: self.part_of(next(self.loader)))
         self.loader.skip(-1)
         # Blocks are prepared already.
@@ -469,6 +469,6 @@ class TrainingRun:
 
 @contextmanager
 def open_run(config: RunConfig, progress: Progress) -> Iterator[TrainingRun]:
-    """A new or resumed run, which is closed at the end of the block; collective."""
+    """Open a new or resumed run inside the block; collective."""
     with ExitStack() as stack:
         yield TrainingRun(config, progress, stack)

@@ -1,4 +1,4 @@
-"""A run's folder: its settings and checkpoints, which one it resumes from, and the outcome of the run."""
+"""A run's folder: settings, checkpoints, the checkpoint to resume from, and the outcome of the run."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def refuse_other_model(folder: Path, config: RunConfig) -> None:
 
 
 def _model_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """What the weights of a run mean: a change would load them into another function."""
+    """Return the settings that define the meaning of the weights."""
     lora = {name: value for name, value in (settings.get("lora") or {}).items() if name != "dropout"}
     return {"model": settings["model"], "model_options": settings.get("model_options") or {}, "lora": lora}
 
@@ -157,7 +157,7 @@ class Training:
     tokens: int = 0
     """Tokens trained on by this process's steps, over all ranks."""
     seconds: float = 0.0
-    """Time of these steps, without startup and evaluations."""
+    """Duration of these steps, without startup and evaluations."""
     folder: str
     """Folder of checkpoints, metrics and settings."""
     metrics: str
@@ -169,7 +169,7 @@ class Training:
     exported: str | None = None
     """Folder of the exported weights."""
     stopped: str | None = None
-    """Why the run ended early, as in SIGTERM; None: it is complete."""
+    """Reason for an early end, as in SIGTERM; None: complete."""
 
     @property
     def resume_command(self) -> str:
@@ -281,7 +281,7 @@ _MODEL = "model."
 
 
 class Checkpoints:
-    """A run's checkpoints: saved in the configured format, loaded in any; collective throughout."""
+    """A run's checkpoints: saved in the configured format, loaded from any; all methods are collective."""
 
     def __init__(
         self, folder: Path, config: CheckpointConfig, stack: ExitStack, *, trainable_only: bool = False
@@ -342,7 +342,7 @@ class Checkpoints:
         return waited
 
     def wait(self) -> None:
-        """Wait for the save in the background."""
+        """Wait for the background save."""
         start = time.perf_counter()
         self._checkpointer.wait()
         self.wait_s += time.perf_counter() - start
@@ -407,6 +407,6 @@ def _at(path: Path) -> CheckpointRef:
             f"there is no checkpoint at {path}" + ("" if path.exists() else ": it does not exist"),
             where="checkpoint.resume",
             why="a run resumes from a complete checkpoint; incomplete ones are ignored",
-            fix="set it to a run's folder or one of its checkpoints, or to auto",
+            fix="set it to a run's folder or one of its checkpoints, or checkpoint.resume = auto",
         )
     return CheckpointRef(0, path, kind)

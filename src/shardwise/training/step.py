@@ -27,7 +27,7 @@ Spread = tuple[DeviceMesh | None, tuple[int, ...]]
 def collect_gradients(
     parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Module,
 ) -> tuple[dict[Spread, list[torch.Tensor]], torch.dtype]:
-    """This rank's part of each gradient, by the mesh axes it is sharded over, and the dtype in which to sum norms.
+    """Return this rank's part of each gradient by its sharded mesh axes, and the dtype for norms.
 
     Keys, their order and the dtype, of at least 32 bits, come from the parameters: every rank finds the same.
     """
@@ -81,7 +81,7 @@ def total_norm(
     p: float,
     stages: Iterable[dist.ProcessGroup] = (),
 ) -> torch.Tensor:
-    """The p-norm of all gradients as one vector; collective, over the mesh axes of each, and the groups of `stages`."""
+    """Return the p-norm of all gradients as one vector; collective over their mesh axes and `stages`."""
     total = torch.zeros((), device=_home_device(gradients), dtype=dtype)
     for (mesh, axes), grads in gradients.items():
         power = _power_sum(grads, p, total)
@@ -143,7 +143,7 @@ def _by_device_and_dtype(
 
 
 def _home_device(gradients: dict[Spread, list[torch.Tensor]]) -> torch.device:
-    """Where scalars are summed: the mesh's device, as offloaded gradients may lie where none can be sent."""
+    """Return the device for reductions: the mesh's, because offloaded gradients may be on an unsupported one."""
     for mesh, _ in gradients:
         if mesh is not None:
             return torch.device(mesh.device_type)
@@ -156,7 +156,7 @@ _HAS_BATCH, _IS_EMPTY, _HAS_FAILED = 0, 1, 2
 
 
 def lockstep(loader: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> Iterator[Batch]:
-    """Iterate over `loader` until the first rank has run out, on every rank.
+    """Iterate over `loader` until the first rank runs out of data; ends on all ranks.
 
     Each forward of a sharded model is a collective: a rank with one batch more than the others would wait.
     What is left over on ranks with more batches is dropped. The loader is read one batch ahead, so that the
@@ -248,7 +248,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm, taken together as one vector, is at most `max_norm`.
+    """Scale gradients in place so that their norm as one vector is at most `max_norm`.
 
     A sharded gradient counts once however many replicas hold it. A plain tensor counts once too: it must hold
     the same gradient on every rank, as shardwise's ignored parameters do. If the norm is not finite,
@@ -294,13 +294,13 @@ def clip_grad_norm_(
 
 
 def grad_norm(model: nn.Module) -> torch.Tensor:
-    """The 2-norm of all gradients, as `clip_grad_norm_` returns it, which are left as they are; collective."""
+    """Return the 2-norm of all gradients, as `clip_grad_norm_` does, without clipping; collective."""
     with torch.no_grad():
         return _norm(_as_list(model), 2.0)
 
 
 def clipping_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients of this norm are multiplied by; by 1.0 is cheaper than asking the device."""
+    """Return the factor that clips gradients of this norm; 1.0 avoids a synchronization with the device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -419,3 +419,83 @@ def test_subclass_of_fsdp1_shards_and_keeps_its_methods(rank: int):
     found = results(moved(INHERITED, "torch"))
     assert list(found[1]) == list(expected[1])
     torch.testing.assert_close(found, expected)
+
+
+SCALED = """
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+
+def prepare(model, group):
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    model = FSDP(model, process_group=group, ignored_states=[model[1].weight], device_id=torch.device("cpu"))
+    return model, scaler
+
+
+def clip(model):
+    return model.clip_grad_norm_(1.0)
+"""
+
+
+@SHARED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@ranks(2)
+def test_scaler_takes_whole_and_float16_gradients_and_ranks_of_other_meshes_skip_with_it(
+    rank: int, target: str, dtype: torch.dtype
+):
+    group = init_device_mesh("cpu", (2, 1)).get_group(1)
+
+    def step(space: dict[str, Any]) -> tuple[float, list[float], float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(dtype)
+        model, scaler = space["prepare"](model, group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            scaler.scale(model(torch.ones(2, 4, dtype=dtype)).float().sum() * 400).backward()
+            if number == 0 and rank == 1:
+                model[1].weight.grad.fill_(float("inf"))
+            scaler.unscale_(optimizer)
+            norm = float(space["clip"](model))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler.get_scale(), [float(one.detach().float().sum()) for one in whole(model).values()], norm
+
+    with fsdp1_warns():
+        expected = step(run(HEADER + SCALED))
+    scale, sums, norm = step(moved(SCALED, target))
+    assert scale == expected[0] == 2.0
+    assert sums == pytest.approx(expected[1], rel=1e-2)
+    assert norm == pytest.approx(expected[2], rel=1e-2)
+
+
+SAVED = """
+from torch.distributed.fsdp import StateDictType
+
+
+def wrap(model):
+    return FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def save(model, optimizer, kind=StateDictType.FULL_STATE_DICT):
+    with FSDP.state_dict_type(model, kind):
+        return FSDP.optim_state_dict(model, optimizer), FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+"""
+
+
+@SHARED
+@ranks(2)
+def test_state_taken_of_an_optimizer_before_its_first_step_leaves_it_as_it_is(rank: int, target: str):
+    def after(space: dict[str, Any]) -> tuple[list[Any], list[float]]:
+        torch.manual_seed(0)
+        model = space["wrap"](nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sizes = []
+        for step in range(3):
+            sizes += [len(one.get("state", {})) for one in space["save"](model, optimizer)]
+            (model(torch.ones(2, 4)) * step).pow(2).sum().backward()
+            optimizer.step()
+        return sizes, [float(one.sum()) for one in whole(model).values()]
+
+    with fsdp1_warns():
+        expected = after(run(HEADER + SAVED))
+    assert after(moved(SAVED, target)) == (expected[0], pytest.approx(expected[1]))

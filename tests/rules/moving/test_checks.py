@@ -202,3 +202,24 @@ def test_a_helper_of_a_file_that_is_left_alone_stays_for_fsdp1_too(tmp_path: Pat
 def test_lint_finds_nothing_in_the_helpers_that_migrate_writes():
     path = Path(emitted_helpers.__file__)
     assert not lint_text(path.read_text(), "train.py", LintSettings()).findings
+
+
+NESTED = "def wrap(model):\n    model = FSDP(model)\n    model.layers = FSDP(model.layers)\n    return model\n"
+CHECKS = HEAD + "def show(model):\n    print(isinstance(model, FSDP))\n"
+SHARES = HEAD + "def other(model):\n    return FSDP(model)\n"
+
+
+@pytest.mark.parametrize(
+    ("main", "changed"),
+    [
+        ("from wrapper import wrap\nfrom show import show\n\nshow(wrap(build()))\n", False),
+        ("from other import other\nfrom show import show\n\nshow(other(build()))\n", True),
+    ],
+    ids=["of_one_left_alone", "of_another"],
+)
+def test_a_use_stays_with_the_constructors_that_may_feed_it(tmp_path: Path, main: str, changed: bool):
+    files = run(tmp_path, wrapper=HEAD + NESTED, show=CHECKS, main=main, other=SHARES)
+    assert not files["wrapper"].changed, "lint refuses a model sharded before its parts"
+    assert files["other"].changed
+    assert files["show"].changed is changed
+    assert changed or any("is left alone" in one.message for one in files["show"].findings)

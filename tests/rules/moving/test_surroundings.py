@@ -457,3 +457,177 @@ def test_function_of_the_program_that_is_named_like_a_helper_stays_its_own():
     assert "x = _no_sync(model)\nwith _fsdp2_no_sync(model):" in text
     assert "def _fsdp2_no_sync(model):" in text
     assert moved(text, imports="")[0] == text
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("FSDP.clip_grad_norm_(model, max_norm=1.0)", "torch.nn.utils.clip_grad_norm_(model.parameters(), max"),
+        ("fsdp.FullyShardedDataParallel.clip_grad_norm_(model, 1.0)", "torch.nn.utils.clip_grad_norm_(model.param"),
+        ("clip = FSDP.clip_grad_norm_\nclip(model, 1.0)", "clip = FSDP.clip_grad_norm_\ntorch.nn.utils.clip_"),
+        ("with FSDP.no_sync(model):\n    pass", "with _no_sync(model):"),
+        ("FSDP.forward(\n    model,  # it\n    batch,\n)", "model(\n    # it\n    batch,\n)"),
+        ("state = FSDP.state_dict(model)", "state = get_model_state_dict(model, options="),
+        ("for one in FSDP.modules(model):\n    pass", "for one in model.modules():"),
+        ("FSDP.clip_grad_norm_(build(), 1.0)", "FSDP.clip_grad_norm_(build(), 1.0)"),
+    ],
+)  # fmt: skip
+def test_methods_called_on_the_class_with_the_model_first_are_methods_of_the_model(call: str, expected: str):
+    text, findings = moved(f"import torch.distributed.fsdp as fsdp\n\nmodel = FSDP(model)\n{call}\n")
+    assert f"\n{expected}" in text
+    assert (status_of(findings, "SW131") == STAYS) is ("FSDP." in expected)
+
+
+def test_file_without_anything_to_rewrite_keeps_its_calls_on_the_class():
+    text = f"{IMPORTS}def clip(model):\n    FSDP.clip_grad_norm_(model, 1.0)\n"
+    found = together({"clip.py": text, "build.py": f"{IMPORTS}import clip\nmodel = FSDP(model, device_ids=[0])\n"})
+    assert found["clip.py"][0] == text
+
+
+INITIALISE = """
+def prepare(self, *things):
+    made = [FSDP(one) if isinstance(one, torch.nn.Module) else None for one in things]
+    for one in [*things, *made]:
+        if isinstance(one, torch.nn.Module):
+            continue
+        elif isinstance(one, torch.optim.Optimizer):
+            one = self.build_optimizer(one)
+            one.load_state_dict(state)
+        made.append(one)
+    return made
+"""
+
+
+def test_object_that_a_check_says_is_no_module_is_not_treated_as_a_model():
+    text, findings = moved(INITIALISE)
+    assert "    one = self.build_optimizer(one)\n            one.load_state_dict(state)\n" in text
+    assert not {one.code for one in findings} & {"SW111", "SW138"}
+
+
+SCALER = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n\n"
+
+
+@pytest.mark.parametrize(
+    ("wrap", "own"),
+    [
+        ("FSDP(model)", False),
+        ("FSDP(model, ignored_modules=[model.head])", True),
+        ("FSDP(model, process_group=group)", True),
+        ("FSDP(model.half())", True),
+    ],
+)
+def test_scaler_meets_whole_or_float16_gradients_or_ranks_outside_of_the_mesh(wrap: str, own: bool):
+    body = f"model = {wrap}\nscaler = ShardedGradScaler(enabled=fp16, process_group=group)\n"
+    text, _ = moved(f"{SCALER}{body}is_one = isinstance(scaler, ShardedGradScaler)\n")
+    expected = "_GradScaler(enabled=fp16, process_group=group)" if own else "torch.amp.GradScaler(enabled=fp16)"
+    assert f"scaler = {expected}\n" in text
+    assert "isinstance(scaler, torch.amp.GradScaler)" in text
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", []), (", ignored_states=some", STAYS)])
+def test_torchs_own_scaler_is_reported_where_some_gradients_are_whole(given: str, expected: list[Status]):
+    _, findings = moved(f"model = FSDP(model{given})\nscaler = torch.cuda.amp.GradScaler()\n")
+    assert status_of(findings, "SW122") == expected
+
+
+@pytest.mark.parametrize("low", ["model.half()", "load(path, torch_dtype=kind)", "model.to(device, torch.bfloat16)"])
+def test_norm_of_parameters_in_low_precision_is_taken_by_a_function_of_its_own(low: str):
+    text, _ = moved(f"model = {low}\nmodel = FSDP(model)\nmodel.clip_grad_norm_(1.0)\n")
+    assert text.endswith("\n_clip_grad_norm(model.parameters(), 1.0)\n")
+
+
+COLLECTIVES = {
+    "loop": ("for p in model.parameters():\n    dist.broadcast(p.data, 0)\n", STAYS),
+    "named": ("for _, p in model.named_parameters():\n    if p.is_sharded:\n        dist.all_reduce(p.grad)\n", STAYS),
+    "one": ("dist.broadcast(model.head.weight, src=0)\n", STAYS),
+    "inner": ("for m in model.modules():\n    for v in m._parameters.values():\n        dist.broadcast(v, 0)\n", STAYS),
+    "copied_dict": ("for m in model.modules():\n    members = dict(m._parameters.items())\n"
+                    "    for k, v in members.items():\n        dist.broadcast(v, 0)\n", STAYS),
+    "list": ("def norm(model):\n    found = []\n    for p in model.parameters():\n        found.append(p.grad.sum())\n"
+             "    dist.all_reduce(torch.stack(found))\n\n\nnorm(model)\n", STAYS),
+    "local": ("for p in model.parameters():\n    dist.broadcast(p.to_local(), 0)\n", []),
+    "number": ("for p in model.parameters():\n    dist.all_reduce(p.grad.sum().item())\n", []),
+    "loss": ("loss = criterion(model(batch))\ndist.all_reduce(loss, group=model.group)\n", []),
+    "before": ("", []),
+    "optimizer": ("class Mine(torch.optim.AdamW):\n    def clip(self):\n        dist.all_reduce(self.norm)\n", STAYS),
+    "other": ("class Mine:\n    def clip(self):\n        dist.all_reduce(self.norm)\n", []),
+    "copied": ("for p in model.parameters():\n    p.data.copy_(torch.zeros(2))\n", STAYS),
+    "scaled": ("for p in model.parameters():\n    p.data.mul_(0.9)\n", []),
+    "averaged": ("new = torch.zeros(2)\nfor p in model.parameters():\n    new.lerp_(p.data, 0.1)\n", STAYS),
+    "kernels": ("import bitsandbytes as bnb\noptimizer = bnb.optim.AdamW8bit(model.parameters())\n", STAYS),
+    "torchs": ("optimizer = torch.optim.AdamW(model.parameters())\n", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_raises_for_dtensors_is_reported(name: str):
+    use, expected = COLLECTIVES[name]
+    before = "for p in model.parameters():\n    dist.broadcast(p.data, 0)\n" if name == "before" else ""
+    _, findings = moved(f"model = build()\n{before}model = FSDP(model)\n{use}")
+    assert status_of(findings, "SW135") == expected
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        ("    optimizer.step()\n    optimizer.zero_grad()\n", GOES),
+        ("    if bad:\n        optimizer.zero_grad()\n        continue\n    optimizer.step()\n", TOLD + GOES),
+        ("    optimizer.zero_grad()\n    model(x).backward()\n    optimizer.step()\n", GOES),
+    ],
+    ids=["after_the_step", "thrown_away", "each_turn"],
+)
+def test_gradients_of_no_sync_that_are_thrown_away_are_reported(loop: str, expected: list[Status]):
+    _, findings = moved(
+        f"model = FSDP(model)\nfor x in data:\n    with model.no_sync():\n        model(x).backward()\n{loop}"
+    )
+    assert sorted(status_of(findings, "SW121")) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ('"flat_param" not in name', STAYS),
+        ('name.endswith("._flat_param")', STAYS),
+        ('name.replace("flat_param", "") in names', []),
+    ],
+)
+def test_choice_by_the_name_of_flat_parameters_is_reported(test: str, expected: list[Status]):
+    _, findings = moved(f"model = FSDP(model)\nfound = [p for name, p in model.named_parameters() if {test}]\n")
+    assert status_of(findings, "SW127") == expected
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("model.gradient_checkpointing_enable()", TOLD),
+        ('model.gradient_checkpointing_enable({"use_reentrant": False})', []),
+        ("y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True)", TOLD),
+        ("y = torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)", []),
+    ],
+)
+def test_reentrant_checkpointing_is_reported(how: str, expected: list[Status]):
+    _, findings = moved(f"{how}\nmodel = FSDP(model)\n")
+    assert status_of(findings, "SW125") == expected
+
+
+@pytest.mark.parametrize(
+    ("late", "changed"),
+    [
+        ("def load(model, state):\n    torch = get_torch()\n    model.load_state_dict(state)\n", False),
+        ("try:\n    import torch\nexcept ImportError:\n    torch = None\n\n\n"
+         "def load(model, state):\n    model.load_state_dict(state)\n", False),
+        ("def load(model, state):\n    model.load_state_dict(state)\n", True),
+        ("import torch\n\n\ndef load(model, state):\n    model.load_state_dict(state)\n", True),
+    ],
+    ids=["in_a_function", "in_try", "never", "at_once"],
+)  # fmt: skip
+def test_file_that_may_run_without_torch_does_not_import_it(late: str, changed: bool):
+    main = f"{IMPORTS}from late import load\n\nmodel = FSDP(build())\nload(model, state)\n"
+    text, findings = together({"main.py": main, "late.py": late})["late.py"]
+    assert (text != late) is changed
+    assert status_of(findings, "SW111") == (GOES if changed else STAYS)
+
+
+def test_question_whether_the_class_could_be_imported_is_none_to_decide():
+    _, findings = moved("model = FSDP(model)\nis_sharded = FSDP is not None and isinstance(model, FSDP)\n")
+    assert not status_of(findings, "SW102")

@@ -140,7 +140,7 @@ def test_values_that_would_need_code_are_refused_before_anything_is_written(tmp_
 
 def test_other_files_are_named(tmp_path: Path):
     (tmp_path / "t.pt").write_bytes(b"\x80\x02}.")
-    with pytest.raises(CheckpointError, match="not a file that torch"):
+    with pytest.raises(CheckpointError, match="not a file of torch"):
         read_full(tmp_path / "t.pt")
     torch.save([torch.ones(2)], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="state dict"):

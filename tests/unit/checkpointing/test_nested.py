@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from shardwise.checkpointing.formats.values import decode_value, put_together
+from shardwise.checkpointing.formats.values import decode_value, nest
 from shardwise.checkpointing.state import flatten, unflatten
 from shardwise.errors import CheckpointError
 
@@ -60,10 +60,10 @@ def test_two_things_of_one_name_are_refused():
 
 def test_from_paths_alone():
     parts = {("a", 0, "x"): 1, ("a", 1, "x"): 2, ("b",): 3}
-    assert put_together(parts) == {"a": [{"x": 1}, {"x": 2}], "b": 3}
-    assert put_together({(): 5}) == 5
+    assert nest(parts) == {"a": [{"x": 1}, {"x": 2}], "b": 3}
+    assert nest({(): 5}) == 5
     with pytest.raises(CheckpointError, match="both a value and a prefix"):
-        put_together({(): 5, ("a",): 6})
+        nest({(): 5, ("a",): 6})
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 1}, [], None, {"call": "os.system"}], ids=str)

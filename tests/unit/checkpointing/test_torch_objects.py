@@ -124,7 +124,7 @@ def test_old_and_foreign_files_are_refused_with_a_way_out(tmp_path: Path):
     torch.save({"x": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "text.pt").write_text("hello")
     for name in ("old.pt", "text.pt"):
-        with pytest.raises(CheckpointError, match=r"not a file that torch\.save writes"):
+        with pytest.raises(CheckpointError, match=r"not a file of torch\.save"):
             read_torch_file(tmp_path / name)
 
 

@@ -147,7 +147,7 @@ def test_strict_lists_everything_and_not_strict_loads_what_fits(tmp_path: Path):
 
 def test_a_file_of_another_model_is_refused_even_when_not_strict(tmp_path: Path):
     save_file({"a": torch.ones(2)}, tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="do not match"):
         load_weights(build(), tmp_path / "w.safetensors", strict=False)
 
 

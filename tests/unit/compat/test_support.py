@@ -16,10 +16,10 @@ from shardwise.compat.support import NEEDED, TESTED, missing_attributes
 ROOT = Path(__file__).parents[3]
 COMPAT = Path(compat.__file__).parent
 OURS = {"_shardwise_patched", "_shardwise_group"}
-# Of which shardwise has its own; of others; and the dicts of `nn.Module`, which are as good as public.
+# Of which shardwise has its own; of others; the dicts of `nn.Module` and operators' schemas, as good as public.
 AMBIGUOUS = {
     "_device", "_is_root", "is_sharded", "mp_policy", "offload_to_cpu", "param_dtype", "param_name", "reduce_dtype",
-    "_parameters", "_buffers",
+    "_parameters", "_buffers", "_schema",
 }  # fmt: skip
 
 

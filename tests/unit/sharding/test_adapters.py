@@ -89,7 +89,7 @@ def test_bad_settings_change_nothing(config: sw.LoraConfig, message: str):
 
 
 def test_a_second_adapter_is_refused():
-    with pytest.raises(ShardwiseError, match="adapter already"):
+    with pytest.raises(ShardwiseError, match="already has an adapter"):
         sw.add_lora(sw.add_lora(stack()))
 
 

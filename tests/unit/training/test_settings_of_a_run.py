@@ -84,7 +84,7 @@ def test_all_problems_at_once(tmp_path: Path):
         "training.steps: input should be greater than or equal to 1, got 0",
         "metrics.every: input should be greater than or equal to 1, got -1: 2 setting(s) out of range",
         "training.batch_size: a batch of 3 sequences cannot be divided among 2 ranks",
-        "data.sequence_length: sequences of 17 tokens are longer than tutorial takes: 16",
+        "data.sequence_length: sequences of 17 tokens are longer than the maximum of tutorial: 16",
     ]
     assert len(error.fix.splitlines()) == 3
     assert error.exit_code == 2

@@ -64,14 +64,14 @@ def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
 
 
 def _entries(fields: Mapping[str, Any], subfolder: str) -> tuple[_Tensors, dict[str, TorchStream]]:
-    """Where the chunks of each tensor, and each value, lie."""
+    """Return the locations of the chunks of each tensor, and of each value."""
     streams = {}
     for index, info in (fields.get("storage_data") or {}).items():
         name, start, place = index.fields["fqn"], index.fields.get("offset"), info.fields
         if not isinstance(name, str) or not isinstance(place["relative_path"], str):
             raise ValueError(f"{name!r}: no place in a file")
         if place.get("transform_descriptors"):
-            raise ValueError(f"{name} was stored through {place['transform_descriptors']},which only torch can decode")
+            raise ValueError(f"{name} was stored through {place['transform_descriptors']}, which only torch can decode")
         file = subfolder + place["relative_path"]
         stream = TorchStream(file, count_of(place["offset"]), count_of(place["length"]), name)
         streams[name, None if start is None else sizes_of(start)] = stream
@@ -109,7 +109,7 @@ def _structure(planner_data: Any) -> dict[str, KeyPath]:
 
 
 class _Items(contextlib.ExitStack):
-    """The items of a folder; its files stay open between them."""
+    """The items of a folder; its files are kept open."""
 
     def __init__(self, folder: storage.Place) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Items(contextlib.ExitStack):
         self._trees: dict[bytes, Any] = {}  # tensors of one shape and dtype have the same pickle
 
     def values(self, stored: Mapping[str, TorchStream]) -> tuple[dict[str, Any], dict[str, str]]:
-        """All plain values by name, and by name why the others are none."""
+        """Return all plain values by name, and the reasons for the others."""
         values: dict[str, Any] = {}
         left_out: dict[str, str] = {}
         for name, stream in stored.items():
@@ -132,7 +132,7 @@ class _Items(contextlib.ExitStack):
         return values, left_out
 
     def chunk(self, dtype: str, spec: ChunkSpec, stream: TorchStream) -> StoredChunk:
-        """Where the bytes of a chunk lie."""
+        """Return the location of a chunk's bytes."""
         index, pickled = self._open(stream)
         tree = self._tree(stream, pickled)
         if not isinstance(tree, TensorRef) or tree.dtype != dtype or tree.shape != spec.sizes:

@@ -1,4 +1,4 @@
-"""Which format a path has."""
+"""Detect the format of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PARTS = (("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), ("optimizer_0", "o
 
 
 def read_accelerate(folder: storage.Place) -> Contents:
-    """Read the model and, where it is there, the optimizer; nothing else that lies beside them."""
+    """Read the model and, if present, the optimizer; other files are ignored."""
     format, parts = "fsdp1-full", []
     for sharded, full in _PARTS:
         if storage.size_of(storage.join(folder, f"{sharded}/{METADATA_NAME}")) is not None:
@@ -62,7 +62,7 @@ def require_names(contents: Contents, *, optimizers: bool = True) -> None:
         raise reason
     what = f"{flat} flat parameters (FSDP1's LOCAL state dict)" if flat else "an optimizer that numbers its parameters"
     raise CheckpointError(
-        f"the checkpoint holds {what},and the files do not name the parameters",
+        f"the checkpoint holds {what}, and the files do not name the parameters",
         where=str(contents.path),
         why="their names and shapes are only in the model's definition or a recorded layout",
         fix=f"pass the model (`--model MODEL`, or model=), or put a {fsdp1.LAYOUT_FILE} beside the files",

@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters, split into the parameters they were made of."""
+"""FSDP1's flat parameters, split into the original parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FlatEntry:
 
 @dataclass(frozen=True, slots=True)
 class FlatUnit:
-    """One flat parameter: what a wrapped module's parameters became. Or one parameter that is not flattened."""
+    """One flat parameter of a wrapped module, or one parameter that is not flattened."""
 
     name: str
     """The wrapped module's, empty for the root; or the parameter's."""

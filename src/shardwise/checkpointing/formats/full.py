@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor, TorchStream
 from shardwise.checkpointing.formats.safetensors import Chunks, append_tensor, join_files, read_index, refuse_overwrite
-from shardwise.checkpointing.formats.values import decode_value, put_together
+from shardwise.checkpointing.formats.values import decode_value, nest
 from shardwise.checkpointing.pickles import torch_files
 from shardwise.checkpointing.pickles.machine import TensorRef
 from shardwise.errors import CheckpointError
@@ -38,7 +38,7 @@ def full_tree(
     values = {name: value for name, value in encoded.items() if _is_structured(value) or _is_hidden(name)}
     paths = {name: structure[name] for name in values if name in structure}
     notes = json.dumps({"values": values, "structure": paths, "step": step, "world_size": world_size})
-    return {**put_together({structure.get(name, (name,)): leaf for name, leaf in leaves.items()}), NOTES: notes}
+    return {**nest({structure.get(name, (name,)): leaf for name, leaf in leaves.items()}), NOTES: notes}
 
 
 def with_notes(contents: Contents) -> Contents:

@@ -1,4 +1,4 @@
-"""Folders with one torch file a rank, as FSDP1 scripts write them."""
+"""Folders with one torch file per rank, as written by FSDP1 scripts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _template(name: str) -> str:
     return DIGITS.sub("#", name)
 
 
-def _not_together(place: storage.Place, why: str) -> CheckpointError:
+def _mismatch(place: storage.Place, why: str) -> CheckpointError:
     return CheckpointError(
         "the files of the ranks are not of one checkpoint",
         where=str(place),
@@ -50,7 +50,7 @@ def _in_order(folder: storage.Place, names: list[str]) -> list[str]:
     varying = [at for at in range(template.count("#")) if len({values[at] for values in numbers.values()}) > 1]
     if len(varying) > 1:
         why = f"the files {template} differ in {len(varying)} numbers: they are of several checkpoints"
-        raise _not_together(folder, why)
+        raise _mismatch(folder, why)
     at = varying[0] if varying else 0
     names = sorted(names, key=lambda name: numbers[name][at])
     ranks = [numbers[name][at] for name in names]
@@ -73,15 +73,15 @@ def _is_state(path: KeyPath) -> bool:
 
 
 def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor:
-    """One tensor out of all ranks' files, which is at `path` of their state dicts."""
+    """Merge one tensor, at `path` of the state dicts in all ranks' files."""
     here = [(rank, file, file.state.tensors[name]) for rank, file in enumerate(ranks) if name in file.state.tensors]
     _, file, first = here[0]
     if len({type(ref) for _, _, ref in here}) > 1:
-        raise _not_together(file.place, f"{name} is of different kinds on different ranks")
+        raise _mismatch(file.place, f"{name} is of different kinds on different ranks")
     if isinstance(first, TensorRef) and _is_numbered(path) and len(first.shape) == 1:
         return _concatenated(name, [(file, ref) for _, file, ref in here])
     if not isinstance(first, TensorRef) and len({(ref.dtype, ref.shape) for _, _, ref in here}) > 1:
-        raise _not_together(file.place, f"{name} has different shapes or dtypes on different ranks")
+        raise _mismatch(file.place, f"{name} has different shapes or dtypes on different ranks")
     if other := next((ref for _, _, ref in here if ref.shape != first.shape), None):
         raise CheckpointError(
             f"{name} is a plain tensor of shape {first.shape} on one rank and {other.shape} on another",
@@ -98,24 +98,24 @@ def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor
 
 
 def _parts(name: str, ref: Ref, rank: int, file: TorchFile) -> Sequence[tuple[ChunkSpec, TensorRef]]:
-    """What a rank holds of a tensor."""
+    """Return a rank's chunks of a tensor."""
     if isinstance(ref, TensorRef):
         return [(ChunkSpec.whole(ref.shape), ref)]
     if isinstance(ref, ShardedRef):
         return ref.parts
     spec = _spec_of_dtensor(name, ref, rank, file)
     if ref.local.shape != spec.sizes:
-        raise _not_together(file.place, f"{name} has a part of shape {ref.local.shape}, not {spec.sizes}")
+        raise _mismatch(file.place, f"{name} has a part of shape {ref.local.shape}, not {spec.sizes}")
     return [(spec, ref.local)]
 
 
 def _concatenated(name: str, here: Sequence[tuple[TorchFile, Ref]]) -> StoredTensor:
-    """Flat optimizer state: what the ranks hold, one after the other."""
+    """Concatenate flat optimizer state of the ranks."""
     chunks: list[StoredChunk] = []
     at, dtype = 0, here[0][1].dtype
     for file, ref in here:
         if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or ref.dtype != dtype:
-            raise _not_together(file.place, f"{name} is not flat on every rank")
+            raise _mismatch(file.place, f"{name} is not flat on every rank")
         if ref.shape[0]:
             chunks.append(file.chunk(ref, ChunkSpec((at,), ref.shape)))
         at += ref.shape[0]
@@ -131,7 +131,7 @@ def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> 
             rank // max(stride, 1) % max(size, 1) for stride, size in zip(strides, ref.mesh_shape, strict=True)
         )
     if len(coordinate) != len(ref.mesh_shape):
-        raise _not_together(file.place, f"{name} lies on a mesh of another shape than its rank")
+        raise _mismatch(file.place, f"{name} lies on a mesh of another shape than its rank")
     for (kind, *dims), length, index in zip(ref.placements, ref.mesh_shape, coordinate, strict=True):
         if kind == "replicate":
             continue
@@ -150,7 +150,7 @@ def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> 
 
 
 def read_rank_files(folder: storage.Place) -> Contents:
-    """Put the files of all ranks together; a rank may have several (a model's and an optimizer's).
+    """Merge the files of all ranks; a rank may have several (a model's and an optimizer's).
 
     The format is `fsdp1-local` where tensors are flat parameters, which need the model's definition, or a recorded
     layout, to be told apart; else `fsdp1-sharded`.
@@ -161,7 +161,7 @@ def read_rank_files(folder: storage.Place) -> Contents:
     sizes = {len(series) for series in found}
     if len(sizes) > 1:
         counts = ", ".join(f"{len(series)} of {_template(series[0])}" for series in found)
-        raise _not_together(folder, f"{counts}: each rank writes one of each")
+        raise _mismatch(folder, f"{counts}: each rank writes one of each")
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, Any] = {}
     structure: dict[str, KeyPath] = {}
@@ -171,7 +171,7 @@ def read_rank_files(folder: storage.Place) -> Contents:
     is_local = False
     for series in found:
         ranks = [read_torch_file(storage.join(folder, name)) for name in series]
-        _check_alike(ranks)
+        _check_rank_files(ranks)
         file_bytes |= {file.name: file.num_bytes for file in ranks}
         first, root = ranks[0].state, _root_of(ranks[0].state.structure)
         paths = {name: path for file in reversed(ranks) for name, path in file.state.structure.items()}
@@ -181,7 +181,7 @@ def read_rank_files(folder: storage.Place) -> Contents:
         for name in (*names, *first.values):
             full = ".".join([*map(str, root), name])
             if full in structure:
-                raise _not_together(folder, f"two sets of files hold {full}")
+                raise _mismatch(folder, f"two sets of files hold {full}")
             structure[full] = (*root, *paths[name])
             if name not in names:
                 values[full] = first.values[name]
@@ -202,21 +202,21 @@ def read_rank_files(folder: storage.Place) -> Contents:
     )
 
 
-def _check_alike(ranks: Sequence[TorchFile]) -> None:
-    """Every file must hold what a rank holds, and be the file of the rank that its name says."""
+def _check_rank_files(ranks: Sequence[TorchFile]) -> None:
+    """Raise unless every file contains a rank's state and matches the rank in its name."""
     first = ranks[0]
     for file in ranks:
         is_alike = _root_of(file.state.structure) == _root_of(first.state.structure)
         if not is_alike or _param_groups(file) != _param_groups(first):
-            raise _not_together(file.place, f"{file.name} holds something else than {first.name}")
+            raise _mismatch(file.place, f"{file.name} holds something else than {first.name}")
         written_as = file.archive + file.name[file.name.rfind(".") :]
         if written_as != file.name and _template(written_as) == _template(first.name):
             why = f"{file.name} was written as {written_as}: the files of two ranks were swapped"
-            raise _not_together(file.place, why)
+            raise _mismatch(file.place, why)
     every = {name for file in ranks for name in file.state.tensors if not _is_state(file.state.structure[name])}
     for file in ranks:
         if missing := every - file.state.tensors.keys():
-            raise _not_together(file.place, f"{min(missing)} is not in it, but in the file of another rank")
+            raise _mismatch(file.place, f"{min(missing)} is not in it, but in the file of another rank")
 
 
 def _param_groups(file: TorchFile) -> dict[str, Any]:

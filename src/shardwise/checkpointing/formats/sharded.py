@@ -1,4 +1,4 @@
-"""Our own format: one file a rank, a manifest with every checksum, DCP's metadata beside it; committed by a rename."""
+"""The sharded format: one file per rank, a manifest with all checksums, and DCP's metadata; committed by a rename."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _PARTIAL, _REMOVING = ".partial", ".removing"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What one rank wrote: all that the manifest and torch's metadata say about its file. Picklable."""
+    """Record of one rank's file for the manifest and torch's metadata. Picklable."""
 
     file: str
     num_bytes: int
     frame: int
-    """The checksum of the bytes that belong to no tensor, in their order."""
+    """Checksum of all bytes outside tensors, in order."""
     tensors: tuple[tuple[StoredTensor, TorchStream], ...]
     """Of each tensor the chunk that is in this file, and its stream for torch's own readers."""
     values: tuple[TorchStream, ...]
@@ -122,7 +122,7 @@ def write_rank_file(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a manifest says besides where the bytes are."""
+    """Fields of a manifest other than the locations of bytes."""
 
     step: int | None = None
     world_size: int | None = None
@@ -137,7 +137,7 @@ class Header:
 
 
 def parts_by_name(records: Iterable[FileRecord]) -> dict[str, list[tuple[StoredTensor, TorchStream]]]:
-    """What the ranks wrote of each tensor."""
+    """Return the ranks' chunks of each tensor."""
     parts: dict[str, list[tuple[StoredTensor, TorchStream]]] = {}
     for record in records:
         for part in record.tensors:
@@ -235,7 +235,7 @@ def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header:
 
 
 def _problems(contents: Contents) -> list[str]:
-    """What is stored not at all, in part or twice."""
+    """Return the tensors that are missing, incomplete or stored twice."""
     found = [(name, tensor.problem()) for name, tensor in contents.tensors.items()]
     lost = [name for name in contents.structure if name not in contents.tensors and name not in contents.values]
     return [f"{name}: {problem}" for name, problem in found if problem] + [
@@ -333,17 +333,17 @@ def _path(parts: Any) -> KeyPath:
 
 
 def step_folder(root: str | storage.Place, step: int) -> storage.Place:
-    """Where the checkpoint of a step lies under `root`."""
+    """Return the path of a step's checkpoint under `root`."""
     return storage.join(storage.place(root), f"step-{step:08d}")
 
 
 def partial_of(folder: storage.Place) -> storage.Place:
-    """Where a checkpoint is written before it is committed; in an object store its own place."""
+    """Return the path of an uncommitted checkpoint; in an object store the final path."""
     return folder if isinstance(folder, str) else folder.with_name(folder.name + _PARTIAL)
 
 
 def begin_checkpoint(folder: storage.Place) -> storage.Place:
-    """Make and return the partial folder, empty, for a checkpoint that will be called `folder`; on rank 0."""
+    """Create and return the empty partial folder of the checkpoint `folder`; on rank 0."""
     if is_committed(folder) or (isinstance(folder, Path) and storage.exists(folder)):
         raise CheckpointError(
             f"there is a checkpoint called {storage.split(folder)[1]} already",
@@ -370,7 +370,7 @@ def begin_checkpoint(folder: storage.Place) -> storage.Place:
 def commit_checkpoint(
     folder: storage.Place, records: Iterable[FileRecord], header: Header, *, fsync: bool = True
 ) -> None:
-    """Make what the ranks wrote in `partial_of(folder)` a checkpoint: metadata, manifest, sync, rename; on rank 0."""
+    """Commit the files in `partial_of(folder)`: metadata, manifest, sync, rename; on rank 0."""
     records = sorted(records, key=lambda record: record.file)
     partial = partial_of(folder)
     metadata = torch_metadata(records, header)
@@ -390,7 +390,7 @@ def commit_checkpoint(
 
 
 def is_committed(folder: storage.Place) -> bool:
-    """Whether a complete checkpoint of ours lies there."""
+    """Whether the path is a committed sharded checkpoint."""
     if storage.split(folder)[1].endswith((_PARTIAL, _REMOVING)):
         return False
     return storage.size_of(storage.join(folder, MANIFEST_NAME)) is not None
@@ -404,7 +404,7 @@ def committed_steps(root: str | storage.Place) -> list[int]:
 
 
 def remove_checkpoint(folder: storage.Place) -> None:
-    """Remove a checkpoint so that it is never seen half removed; on rank 0."""
+    """Remove a checkpoint atomically; on rank 0."""
     if isinstance(folder, str):
         storage.remove_tree(storage.join(folder, MANIFEST_NAME))
         storage.remove_tree(folder)
@@ -417,7 +417,7 @@ def remove_checkpoint(folder: storage.Place) -> None:
 
 
 def sweep(root: str | storage.Place) -> list[storage.Place]:
-    """Remove, and return, what interrupted saves and removals left under `root`; on rank 0, while nobody saves."""
+    """Remove and return the remains of interrupted saves and removals under `root`; on rank 0, while no save runs."""
     root = storage.place(root)
     leftovers = []
     for name in storage.names_in(root):

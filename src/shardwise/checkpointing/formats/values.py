@@ -48,7 +48,7 @@ def encode_value(value: object, where: str = "") -> Any:
 
 
 def decode_value(encoded: Any) -> Any:
-    """What `encode_value` was given."""
+    """Decode a value of `encode_value`."""
     if isinstance(encoded, list):
         return [decode_value(item) for item in encoded]
     if not isinstance(encoded, dict):
@@ -87,7 +87,7 @@ def _encode_foreign(value: object, where: str) -> Any:
 
 
 def unreadable_value(encoded: Any, what: str = "a stored value") -> CheckpointError:
-    """The error for what no version that this one knows has encoded."""
+    """Return the error for an unknown encoding."""
     return CheckpointError(
         f"{what} is not readable: {str(encoded)[:120]}",
         why="it was written by a newer version, or it is damaged",
@@ -132,8 +132,8 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def put_together(parts: Mapping[KeyPath, Any]) -> Any:
-    """A nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
+def nest(parts: Mapping[KeyPath, Any]) -> Any:
+    """Build a nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
     if set(parts) == {()}:
         return parts[()]
     children: dict[str | int, dict[KeyPath, Any]] = {}
@@ -143,7 +143,7 @@ def put_together(parts: Mapping[KeyPath, Any]) -> Any:
                 "a stored name is both a value and a prefix of other names", why="names must be unique"
             )
         children.setdefault(path[0], {})[path[1:]] = value
-    made = {key: put_together(below) for key, below in children.items()}
+    made = {key: nest(below) for key, below in children.items()}
     if all(isinstance(key, int) for key in made):
         return [made[key] for key in sorted(made)]
     return made

@@ -10,7 +10,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardwise.fsdp1.codemod.program import WRAP, Reaching
-from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function, argument_of, given_to, last_name
+from shardwise.source.syntax import (
+    FSDP1,
+    Comprehension,
+    FileContext,
+    Function,
+    argument_of,
+    checked_types,
+    given_to,
+    last_name,
+)
 from shardwise.source.values import ObjectRef
 
 if TYPE_CHECKING:
@@ -195,6 +204,8 @@ class Evaluator:
             return frozenset(self.flow.look_up(node))
         found = self.context.scope(node).find(node.id)
         values = _union(frozenset(self.flow.look_up(place)) for place in self._places(node))
+        if any(map(is_of_wrapped, values)) and self._is_no_module(node):
+            values = frozenset(one for one in values if not is_of_wrapped(one))
         if not values and not hasattr(builtins, node.id):
             values |= {ObjectRef(self._variable(node)[0], origins=frozenset({f"unbound {node.id}"}))}
         if found is None:
@@ -202,6 +213,20 @@ class Evaluator:
         defined = [one.definition for one in found[1] if isinstance(one.definition, Function)]
         values |= {ObjectRef(one) for one in defined}
         return values | (self._of_module(node) if any(one.origin for one in found[1]) else NOTHING)
+
+    def _is_no_module(self, node: ast.Name) -> bool:
+        """Whether an isinstance() on the way to a variable says that it is no module there."""
+        for test, is_so, _ in self.context.tests_before(node) if "isinstance(" in self.context.text else ():
+            if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+                test, is_so = test.operand, not is_so
+            kinds = [self.context.origins(one) for one in checked_types(test)]
+            if not kinds or getattr(test.args[0], "id", "") != node.id:  # pyrefly: ignore
+                continue
+            says = all(map(_is_no_kind_of_module, kinds)) if is_so else {"torch.nn.Module"} in kinds
+            again = (one.node for one in self.context.bindings(node))
+            if says and not any(test.lineno < getattr(one, "lineno", 0) < node.lineno for one in again):
+                return True
+        return False
 
     def _places(self, node: ast.Name) -> list[ast.AST]:
         """The bindings of a name whose value may be the one that is used."""
@@ -442,7 +467,10 @@ class Evaluator:
             made = ObjectRef(call)
             for keyword in call.keywords:
                 self._store_item(made, ast.Constant(keyword.arg), self.values(keyword.value), call)
-            self._copy_items([made], self.values(given[0]) if given else NOTHING, call)
+            copied = self.values(given[0]) if given else NOTHING
+            self._copy_items([made], copied, call)
+            for pair in self._items(copied, call) if self.flow.matters(copied) else ():
+                self.flow.store(made, _ITEM, self._item(pair, ast.Constant(1), call), call)
             return frozenset({made})
         if name == "super":
             own = self.context.enclosing_class(call)
@@ -627,6 +655,10 @@ class Evaluator:
 def _part(value: ObjectRef, name: str) -> ObjectRef:
     """An attribute or item of which nothing else is known; those of parts of wrapped models are not told apart."""
     return value if len(value.path) >= (1 if is_of_wrapped(value) else _MAX_PATH) else value.part(name)
+
+
+def _is_no_kind_of_module(origins: frozenset[str]) -> bool:
+    return bool(origins) and all(one.startswith(("torch.optim.", "torch.utils.data.")) for one in origins)
 
 
 def _union(sets: Iterable[Iterable[ObjectRef]]) -> Values:

@@ -65,6 +65,17 @@ class Sharded(Evaluator):
         """Whether an expression may be a wrapped model or a part of one."""
         return any(map(is_of_wrapped, self.values(node)))
 
+    def is_parameter(self, node: ast.expr) -> bool:
+        """Whether an expression is a parameter or gradient of a wrapped model, or several of them."""
+        return any(self._is_parameter(one) for one in self.values(node))
+
+    def _is_parameter(self, value: ObjectRef) -> bool:
+        if is_of_wrapped(value):
+            return value.path[-1:] in (("weight",), ("bias",), ("_parameters",))
+        taken = value.whole.site if "parameters" in value.whole.origins else None
+        file = self.flow.file_of(taken) if isinstance(taken, ast.Call) else None
+        return file is not None and isinstance(taken.func, ast.Attribute) and file.holds_part(taken.func.value)  # pyrefly: ignore
+
     def has_inside(self, node: ast.expr) -> bool:
         """Whether an expression may be a wrapped model, or an object that has one."""
         return self.flow.matters(self.values(node))
@@ -533,6 +544,12 @@ class ProgramFlow:
                 waiting += fresh
             self._linked[path] = found
         return self._linked[path]
+
+    def fed_by(self, path: str, among: Iterable[str]) -> list[str]:
+        """The files whose models may come to one: some file imports both, itself or through others; all, if none do."""
+        around = [one for one in map(self.reached_by, self.files) if path in one]
+        among = list(among)
+        return [one for one in among if any(one in reached for reached in around)] or among
 
     def _grow(self, known: set[ObjectRef], values: Values, *keys: object) -> None:
         if len(known) + len(values) > _MAX_VALUES:

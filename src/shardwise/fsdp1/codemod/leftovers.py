@@ -10,8 +10,8 @@ from pathlib import PurePath
 from shardwise.findings import Status
 from shardwise.fsdp1.codemod.draft import KEEP_FSDP1_API, FileDraft, is_ours
 from shardwise.fsdp1.codemod.flow import METHODS, STATIC, Holds
-from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, is_private
-from shardwise.source.syntax import FSDP1, FileContext, Function, checked_types, given_to
+from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, is_none, is_private
+from shardwise.source.syntax import FSDP1, FileContext, Function, checked_types, given_to, last_name
 
 TYPE_CODE = "SW123"
 _SAYS = re.compile(r"fsdp_?v?[12]|fsdp_?version", re.IGNORECASE)
@@ -211,6 +211,8 @@ def _report_classes(draft: FileDraft) -> None:
             continue
         if isinstance(parent, ast.Attribute) and parent.attr.startswith("__"):
             continue
+        if isinstance(parent, ast.Compare) and is_none(parent.comparators[0]):
+            continue  # whether it could be imported
         if isinstance(parent, ast.Attribute):
             if parent not in draft.taken and not any(_has_note(draft, one) for one in draft.context.ancestors(node)):
                 message = f"FSDP.{parent.attr} works on FSDP1's models only"
@@ -261,11 +263,24 @@ def _report_internals(draft: FileDraft) -> None:
         if private:
             fix = "remove what uses it, or write it again on DTensor"
             _leave(draft, "SW127", node, f"{private} is private to FSDP1", fix)
+        if _decides_by_flat_names(context, node):
+            message = (
+                "parameters have names of their own now, none has flat_param: what is chosen by it comes out otherwise"
+            )
+            _leave(draft, "SW127", node, message, "choose by the modules' names, as where no FSDP was used")
         for names, code, message, fix in _OF_MODELS:
             if not isinstance(node, ast.Attribute) or node.attr not in names or node in draft.taken:
                 continue
             if node.attr in _SURE or draft.sharded.holds_part(node.value):
                 _leave(draft, code, node, message.format(node.attr), fix)
+
+
+def _decides_by_flat_names(context: FileContext, node: ast.AST) -> bool:
+    """Whether a test on a name asks for `flat_param`, as FSDP1's parameters are called."""
+    if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and "flat_param" in node.value):
+        return False
+    parent = context.parents[node]
+    return isinstance(parent, ast.Compare) or last_name(getattr(parent, "func", None)) in ("startswith", "endswith")
 
 
 def report_handed_out(draft: FileDraft) -> None:

@@ -17,7 +17,7 @@ from shardwise.fsdp1.codemod.draft import finding_at, status_fields
 from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_config
 from shardwise.fsdp1.codemod.program import Program
-from shardwise.fsdp1.codemod.rewriting import imported_elsewhere, rewrite, skipped_everywhere, undone
+from shardwise.fsdp1.codemod.rewriting import imported_elsewhere, left_alone, rewrite, undone
 from shardwise.linting.files import LintSettings
 from shardwise.linting.lint import lint_text
 from shardwise.progress import Progress
@@ -154,7 +154,7 @@ def _rewrite_all(
     """The files as one program, and those that have findings or are changed, not checked yet."""
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
     jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or path in flow_of(program).files]
-    skipped_everywhere(program)  # read once, before there are several processes that would each find out
+    left_alone(program)  # read once, before there are several processes that would each find out
 
     def work(path: str) -> MigratedFile:
         return _migrate_file(path, *texts[path], program, target)
@@ -209,7 +209,7 @@ def _checked(
     outputs = {file.path: file.output for file in files if file.changed}
     told = [one for file in files for one in file.findings if one.status is not Status.REWRITTEN]
     after = Program(program.texts | {path: text for path, text in outputs.items() if path in program.texts})
-    skipped_everywhere(after)
+    left_alone(after)
 
     def work(path: str) -> str:
         is_code = path in program.texts
@@ -220,9 +220,12 @@ def _checked(
 
     failed = dict(zip(outputs, map_files(work, list(outputs), num_processes=num_processes), strict=True))
     wraps = {one.path for file in files for one in file.findings if (one.code, one.status) == _WRAPS}
-    for left in [path for path in wraps if failed.get(path)]:
-        for path in flow_of(program).reached_by(left) & failed.keys() - wraps:
-            failed[path] = failed[path] or f"would be given FSDP1's models by {left}, which is left alone"
+    undone_now, flow = [path for path in wraps if failed.get(path)], flow_of(program)
+    stay = {path for path, place in left_alone(program).items() if place}.union(undone_now)
+    for path in failed.keys() - wraps if undone_now else ():
+        fed = flow.fed_by(path, left_alone(program))
+        if left := [one for one in undone_now if path in flow.reached_by(one) or (one in fed and stay.issuperset(fed))]:
+            failed[path] = failed[path] or f"would be given FSDP1's models by {left[0]}, which is left alone"
     return [_restored(file, why) if (why := failed.get(file.path)) else file for file in files]
 
 

@@ -8,19 +8,17 @@ import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, assemble
-from shardwise.fsdp1.codemod.flow import Holds, flow_of
-from shardwise.fsdp1.codemod.program import Program, is_constant, iterated, once
+from shardwise.fsdp1.codemod.flow import Holds, flow_of, wraps_models
+from shardwise.fsdp1.codemod.program import Program, is_constant, once
+from shardwise.fsdp1.codemod.state_calls import shards_in_groups
 from shardwise.source.syntax import (
     FSDP1,
-    Comprehension,
     FileContext,
-    Function,
     argument_of,
     attributes_in,
     calls_in,
     given_to,
     last_name,
-    name_on_self,
 )
 from shardwise.source.trace import makes_optimizer
 
@@ -48,6 +46,8 @@ def rewrite_no_sync(draft: FileDraft) -> None:
         moved.add(model)
         message = "no_sync became a context that switches the reduction of gradients off and on again"
         draft.rewritten("SW121", node, message)
+    if moved:
+        _report_discarded(draft)
     for call in draft.calls():
         match call:
             case ast.Call(func=ast.Name(id="hasattr"), args=[one, ast.Constant(value="no_sync")]) if (
@@ -56,6 +56,21 @@ def rewrite_no_sync(draft: FileDraft) -> None:
                 asks = f"isinstance({draft.source(one)}, {draft.name('FSDPModule')})"
                 draft.replace(call, f"({draft.source(call)} or {asks})")
                 draft.rewritten("SW121", call, "the question for no_sync is also answered for FSDP2's models")
+
+
+def _report_discarded(draft: FileDraft) -> None:
+    """Note where gradients are cleared that a backward in no_sync may have left: not right after a step."""
+    for call, func in draft.method_calls("zero_grad"):
+        block = draft.context.block(statement := draft.context.statement(call))
+        place = block.index(statement)
+        around = [*block[:place], *(one for one in block[place:] if isinstance(one, ast.Expr))]
+        if any(last_name(one.func) == "step" for each in around for one in calls_in(each)):
+            continue
+        fix = f"end every window of accumulation with a backward outside of no_sync before {draft.source(func)}()"
+        message = (
+            "zero_grad() does not clear what backward in no_sync has added up, as FSDP1's did: it is in the next step"
+        )
+        draft.reported("SW121", call, message, fix)
 
 
 def _may_be_wrapped(draft: FileDraft, node: ast.expr) -> bool:
@@ -88,7 +103,7 @@ def rewrite_clipping(draft: FileDraft) -> None:
 def _is_model(draft: FileDraft, call: ast.Call, node: ast.expr) -> bool:
     """Plain modules have no such method; accelerators and engines of other libraries do, and take the parameters."""
     last = draft.source(node).rpartition(".")[2].lower()
-    if draft.sharded.has_own(node, "clip_grad_norm_"):
+    if draft.sharded.has_own(node, "clip_grad_norm_") or draft.program.is_fsdp(draft.context, node):
         return False
     if draft.holds(node) or last.endswith(("model", "module", "net")) or last == "fsdp":
         return True
@@ -101,7 +116,8 @@ def _rewrite_method(draft: FileDraft, call: ast.Call, func: ast.Attribute) -> No
     if draft.target == "shardwise":
         name, given = f"{draft.name('sw')}.clip_grad_norm_", draft.source(func.value)
     else:
-        is_plain = isinstance(draft.context.parents[call], ast.Expr) and not _ignores(draft.program)
+        is_plain = isinstance(draft.context.parents[call], ast.Expr)
+        is_plain = is_plain and not _ignores(draft.program) and not _is_low(draft.program)
         name = f"{draft.name('torch')}.nn.utils.clip_grad_norm_" if is_plain else draft.helper("_clip_grad_norm")
         given = f"{draft.source(func.value)}.parameters()"
     draft.edit(*draft.span(func), name)
@@ -139,6 +155,17 @@ def _ignores(program: Program) -> bool:
     """Whether some parameters may be left whole, whose gradients torch does not clip together with DTensors."""
     given = [one.arg for file in flow_of(program).files.values() for call in file.constructors for one in call.keywords]
     return any(name is None or name.startswith("ignored") for name in given)
+
+
+_LOW = re.compile(
+    r"\btorch_dtype\b|default_(?:tensor_)?(?:d?type)\(|\.half\(\)|\.bfloat16\(\)|\.to\([^()]*torch\.(?:b?float16|half)"
+)
+
+
+@once
+def _is_low(program: Program) -> bool:
+    """Whether parameters may be in float16 or bfloat16, in which FSDP1 took no norms."""
+    return any(map(_LOW.search, program.texts.values()))
 
 
 FORWARD_CODE = "SW136"
@@ -323,20 +350,30 @@ def rewrite_scalers(draft: FileDraft) -> None:
         parent = draft.context.parents[node]
         if draft.context.origins(node) != {_SCALER} or isinstance(parent, ast.Attribute):
             continue
-        draft.replace(node, f"{draft.name('torch')}.amp.GradScaler")
-        if isinstance(parent, ast.Call) and parent.func is node:
-            listed = read_arguments(draft.context, parent)
+        is_call, name = isinstance(parent, ast.Call) and parent.func is node, "torch.amp.GradScaler"
+        is_own = is_call and (_ignores(draft.program) or _is_low(draft.program) or shards_in_groups(draft.program))
+        draft.replace(node, draft.helper("_GradScaler") if is_own else f"{draft.name('torch')}.amp.GradScaler")
+        if is_call:
+            listed = read_arguments(draft.context, parent)  # pyrefly: ignore
             for argument in listed.arguments:
-                argument.is_dropped = argument.name == "process_group"
+                argument.is_dropped = argument.name == "process_group" and not is_own
             for first in listed.arguments[:1]:
                 is_text = isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
                 if not first.name and not is_text and isinstance(first.value, ast.Constant | ast.BinOp):
                     listed.rename(first, "init_scale")  # torch's first argument was the scale once
             draft.edits += listed.edits()
-        draft.rewritten("SW122", node, "ShardedGradScaler became torch.amp.GradScaler")
+        own = "a torch.amp.GradScaler that takes whole and float16 gradients too, and agrees over all ranks"
+        draft.rewritten("SW122", node, f"ShardedGradScaler became {own if is_own else name}")
+    for call in draft.context.calls_to("torch.amp.GradScaler", "torch.cuda.amp.GradScaler"):
+        if _ignores(draft.program) and wraps_models(draft.program) and call not in draft.emitted:
+            message = "unscale_() raises where some gradients are whole, of ignored parameters, beside DTensors"
+            draft.undecided(
+                "SW122", call, message, "one optimizer and scaler for each kind, or shardwise.fsdp1's ShardedGradScaler"
+            )
 
 
 RESHARD_CODE = "SW138"
+TAKES = ("parameters", "named_parameters")
 
 
 def rewrite_after_forward(draft: FileDraft) -> None:
@@ -365,7 +402,7 @@ def _rebuilt_for(draft: FileDraft, call: ast.Call) -> ast.expr | None:
     if not is_known and not makes_optimizer(last_name(call.func)):
         return None
     methods = [one.func for one in calls_in(call)]
-    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
+    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in TAKES]
     held = [one for one in [*taken, *given_to(call)] if isinstance(one, ast.Name | ast.Attribute) and draft.holds(one)]
     loops = [one for one in draft.context.ancestors(call) if isinstance(one, ast.For | ast.While)]
     inside = {node for loop in loops for node in ast.walk(loop)}
@@ -403,162 +440,3 @@ def _cleared_after_forward(draft: FileDraft, call: ast.Call) -> ast.expr | None:
             trains = any(last_name(one.func) == "backward" for after in block[place:] for one in calls_in(after))
             return model if runs and trains else None
     return None
-
-
-NUMBERS_CODE = "SW135"
-_TAKES = ("parameters", "named_parameters")
-_REDUCTIONS = {f"torch.distributed.{name}" for name in ("all_reduce", "reduce", "all_gather", "reduce_scatter")}
-
-
-def report_numbers(draft: FileDraft) -> None:
-    """Note loops that count a sharded model's parameters or take norms of gradients, and reductions for FSDP1."""
-    for node in draft.nodes():
-        if isinstance(node, ast.If):
-            _report_reduction(draft, node)
-        elif isinstance(node, ast.For | Comprehension):
-            _report_loop(draft, node)
-        elif isinstance(node, ast.Call):
-            _report_pairs(draft, node)
-            _report_groups(draft, node)
-            _report_methods(draft, node)
-            _report_data(draft, node)
-        elif isinstance(node, ast.ClassDef):
-            _report_optimizer(draft, node)
-
-
-_GROUPS = re.compile(r"weight_decay|param_?groups|parameter_groups|layer_decay")
-_COUNTS = (
-    "numel() of a sharded parameter counts the whole of it now; with FSDP1 it counted this rank's part",
-    "do not multiply the sum by the number of ranks, nor add it up over them",
-)
-_DIMENSIONS = (
-    "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
-    "check what is chosen by it, such as which parameters weight decay leaves out",
-)
-_PLACES = ("process_group", "sharding_strategy", "device_mesh")
-
-
-@once
-def _has_several_meshes(program: Program) -> bool:
-    """Whether the program shards models over different ranks, as far as its constructors show."""
-    places = set()
-    for file in flow_of(program).files.values():
-        for call in file.constructors:
-            given = {one.arg: file.context.source(one.value) for one in call.keywords}
-            places.add(tuple(given.get(name, "") for name in _PLACES))
-    return len(places) > 1
-
-
-def _report_pairs(draft: FileDraft, call: ast.Call) -> None:
-    """Parameters of two models side by side, as for a moving average."""
-    if draft.source(call.func) != "zip" or not _has_several_meshes(draft.program):
-        return
-    methods = [one.func for one in call.args if isinstance(one, ast.Call)]
-    taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in _TAKES]
-    if len(taken) > 1 and all(map(draft.holds, taken)):
-        draft.reported(
-            NUMBERS_CODE,
-            call,
-            "parameters of two sharded models meet here: DTensors of different meshes cannot be combined",
-            "give both models the same mesh and units, or work on parameter.to_local() where their shards are alike",
-        )
-
-
-def _report_groups(draft: FileDraft, call: ast.Call) -> None:
-    """Parameter groups made by a function that is not given: by the shapes of the parameters, as a rule."""
-    is_foreign = _GROUPS.search(last_name(call.func)) and draft.program.function(draft.context, call.func) is None
-    if is_foreign and any(map(draft.holds, given_to(call))):
-        draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
-
-
-def _report_data(draft: FileDraft, call: ast.Call) -> None:
-    """A function of the program that gives the sharded model's parameters other data."""
-    found = draft.program.function(draft.context, call.func)
-    taken = [one.func for one in given_to(call) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
-    if found is not None and any(one.attr in _TAKES and draft.holds(one.value) for one in taken):
-        _report_writes(draft, call, found[1])
-
-
-def _report_writes(draft: FileDraft, place: ast.AST, code: ast.AST) -> None:
-    attributes = [one for one in ast.walk(code) if isinstance(one, ast.Attribute) and one.attr == "data"]
-    if any(isinstance(one.ctx, ast.Store) for one in attributes):
-        message = "parameter.data is given another tensor: a sharded parameter, a DTensor, keeps the shard it has"
-        fix = "write into it with parameter.copy_() under no_grad; for other dtypes use MixedPrecisionPolicy"
-        draft.undecided(NUMBERS_CODE, place, message, fix)
-
-
-def _report_methods(draft: FileDraft, call: ast.Call) -> None:
-    """A method of the sharded model's own that goes past its forward, or chooses parameters by their sizes."""
-    match call.func:
-        case ast.Attribute(attr=name, value=model) if name != "forward" and draft.holds(model):
-            methods = draft.sharded.own_methods(model, name)
-        case _:
-            return
-    calls = [one for method in methods for one in calls_in(method)]
-    firsts = [one for node in calls if last_name(node.func) == "next" for one in node.args]
-    on_self = {name_on_self(node.func) for node in calls if node not in firsts}
-    if "forward" in on_self:
-        message = f"{name}() calls self.forward(), which goes past FSDP2's gathering"
-        fix = f'call self() there, or register_fsdp_forward_method(model, "{name}") after fully_shard'
-        draft.undecided(FORWARD_CODE, call, message, fix)
-    used = attributes_in(*methods) if on_self & {*_TAKES} else set()
-    if used & {"numel", "nelement"}:
-        draft.reported(NUMBERS_CODE, call, *_COUNTS)
-    if used & {"ndim", "dim"}:
-        draft.reported(NUMBERS_CODE, call, *_DIMENSIONS)
-
-
-def _report_optimizer(draft: FileDraft, node: ast.ClassDef) -> None:
-    """An optimizer of the program's own."""
-    steps = [one for one in node.body if isinstance(one, Function) and one.name == "step"]
-    if steps and draft.program.is_optimizer(draft.context, node):
-        draft.reported(
-            NUMBERS_CODE,
-            steps[0],
-            f"{node.name} gets DTensors now; with FSDP1 it got this rank's part of each parameter, in one dimension",
-            "use parameter.to_local() for arithmetic by element, and full_tensor() where it needs the whole",
-        )
-
-
-def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
-    models = []
-    for one in iterated(loop):
-        match one:
-            case ast.Call(func=ast.Attribute(attr="parameters" | "named_parameters", value=model)):
-                models.append(model)
-    used = attributes_in(loop)
-    counts = not used.isdisjoint({"numel", "nelement"})
-    if counts and "state" in attributes_in(*iterated(loop)) and draft.sharded.constructors:
-        message = "numel() of an optimizer's state counts the whole of it now; with FSDP1 it counted this rank's part"
-        draft.reported(NUMBERS_CODE, loop, message, "count value.to_local() where the value is a DTensor")
-    if not any(map(draft.holds, models)):
-        return
-    _report_writes(draft, loop, loop)
-    if counts:
-        draft.reported(NUMBERS_CODE, loop, *_COUNTS)
-    if used & {"ndim", "dim"}:
-        draft.reported(NUMBERS_CODE, loop, *_DIMENSIONS)
-    if any(map(_is_norm, ast.walk(loop))):
-        message = "the norm of a sharded gradient is over all ranks now, and a DTensor"
-        draft.reported(NUMBERS_CODE, loop, message, "take .full_tensor() of it, and do not add it up over ranks again")
-
-
-def _report_reduction(draft: FileDraft, branch: ast.If) -> None:
-    """A branch for FSDP1's models that adds something up over ranks."""
-    if not any(draft.program.checks_fsdp(draft.context, one) for one in ast.walk(branch.test)):
-        return
-    calls = [one for statement in branch.body for one in ast.walk(statement) if isinstance(one, ast.Call)]
-    added = [one for one in calls if draft.context.is_any(one.func, _REDUCTIONS)]
-    if added:
-        draft.reported(
-            NUMBERS_CODE,
-            added[0],
-            "what FSDP1's models had in parts is added up over ranks here; numbers from DTensors are of the whole",
-            "leave the reduction out if it is of sizes or norms of parameters and gradients",
-        )
-
-
-def _is_norm(node: ast.AST) -> bool:
-    """`p.grad.norm()`, `torch.norm(p.grad)` and the like."""
-    function = node.func if isinstance(node, ast.Call) else None
-    return isinstance(function, ast.Attribute) and "norm" in function.attr and "grad" in attributes_in(node)

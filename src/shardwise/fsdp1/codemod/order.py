@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from shardwise.fsdp1.codemod.constructors import Wrap
 from shardwise.fsdp1.codemod.draft import FileDraft
-from shardwise.fsdp1.codemod.flow import Holds, Sharded, flow_of
+from shardwise.fsdp1.codemod.flow import Holds, Sharded, flow_of, wraps_models
 from shardwise.fsdp1.codemod.leftovers import with_types_changed
 from shardwise.fsdp1.codemod.program import (
     Program,
@@ -67,6 +67,19 @@ def rewrite_order(draft: FileDraft) -> None:
                     "activation checkpointing is applied after sharding: FSDP2 would recompute around its gathering",
                     "apply it before the model is sharded, and shard the wrapped blocks",
                 )
+
+
+def report_reentrant(draft: FileDraft) -> None:
+    """Note reentrant checkpointing, around which FSDP2 takes one forward before each backward."""
+    for node in draft.nodes() if wraps_models(draft.program) else ():
+        match node:
+            case (
+                ast.Attribute(attr="REENTRANT")
+                | ast.keyword(arg="use_reentrant", value=ast.Constant(value=True))
+                | ast.Call(func=ast.Attribute(attr="gradient_checkpointing_enable"), args=[], keywords=[])
+            ):
+                message = "reentrant checkpointing: after several forwards and one backward, gradients stay unreduced"
+                draft.reported(ORDER_CODE, node, message, "use_reentrant=False, which transformers 5 has by default")
 
 
 def _rewritten(draft: FileDraft) -> list[ast.Call]:

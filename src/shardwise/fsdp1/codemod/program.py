@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from shardwise.config.fsdp1_names import STRATEGIES
 from shardwise.errors import SourceError
+from shardwise.findings import Edit
+from shardwise.source.edits import apply, change
 from shardwise.source.syntax import FSDP1, Comprehension, FileContext, Function, canonical, checked_types
 
 _FSDP = "torch.distributed.fsdp."
@@ -145,14 +147,16 @@ class Program:
                 self._by_tail.setdefault(parts[start:], []).append(path)
 
     def file(self, path: str) -> FileContext:
-        """A file by its path.
+        """A file by its path, with `model.no_sync()` in place of `FSDP.no_sync(model)`: the same, on the same lines.
 
         Raises:
             SourceError: It cannot be parsed.
         """
         if path not in self._files:
             try:
-                self._files[path] = FileContext(self.texts[path], path)
+                context = FileContext(self.texts[path], path)
+                edits = [one for call in context.calls for one in _bound(context, call)] if _named_in(context) else []
+                self._files[path] = FileContext(apply(context.text, edits), path) if edits else context
             except SourceError as error:
                 self._files[path] = error
         found = self._files[path]
@@ -291,6 +295,34 @@ class Program:
         onward += [] if found else [f"{star}.{name}" for star in scope.stars]
         inner = (self._definition_at(other, one, hops + 1) for one in onward)
         return next((one for one in inner if one is not None), None)
+
+
+def _named_in(context: FileContext) -> bool:
+    return any(name in context.text for name in _SHORT[:2])
+
+
+_OF_MODELS = {"clip_grad_norm_", "no_sync", "forward", "state_dict", "load_state_dict", "register_comm_hook", "apply"}
+_OF_MODELS |= {"parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children"}
+_OF_MODELS |= {"train", "eval", "to", "cuda", "cpu", "zero_grad", "requires_grad_", "check_is_root"}
+"""Methods of FSDP1's models; the others are functions of the class."""
+_COMMA = re.compile(r"[ \t]*,[ \t]*")
+
+
+def _bound(context: FileContext, call: ast.Call) -> list[Edit]:
+    """The edits that call a method of FSDP1's class on the model that it is given first; on `super()` for `self`."""
+    owner, _, name = next(iter(context.origins(call.func)), "").rpartition(".")
+    model = call.args[0] if call.args else None
+    if owner.rpartition(".")[2] not in _SHORT or name not in _OF_MODELS:
+        return []
+    if not isinstance(model, ast.Name | ast.Attribute):
+        return []
+    (start, end), written = context.positions.span(model), context.source(model)
+    written = "super()" if written == "self" else written
+    comma = _COMMA.match(context.text, end)
+    return [
+        change(*context.positions.span(call.func), f"{written}.{name}"),
+        change(start, comma.end() if comma else end, ""),
+    ]
 
 
 def _split(origin: str) -> tuple[str, str]:

@@ -24,11 +24,10 @@ from shardwise.fsdp1.codemod.draft import (
     names_used,
     origins,
 )
-from shardwise.fsdp1.codemod.flow import wraps_models
+from shardwise.fsdp1.codemod.flow import flow_of, wraps_models
 from shardwise.fsdp1.codemod.framework_files import framework_findings
 from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers, rewrite_type_checks, tells_apart
 from shardwise.fsdp1.codemod.model_calls import (
-    report_numbers,
     rewrite_after_forward,
     rewrite_backends,
     rewrite_clipping,
@@ -38,7 +37,8 @@ from shardwise.fsdp1.codemod.model_calls import (
     rewrite_no_sync,
     rewrite_scalers,
 )
-from shardwise.fsdp1.codemod.order import move_optimizers, rewrite_order
+from shardwise.fsdp1.codemod.order import move_optimizers, report_reentrant, rewrite_order
+from shardwise.fsdp1.codemod.parameters import report_numbers
 from shardwise.fsdp1.codemod.program import Program, once
 from shardwise.fsdp1.codemod.state_dicts import rewrite_state_dicts
 from shardwise.fsdp1.codemod.writing import rewrite_constructors, rewrite_enable_wrap
@@ -78,7 +78,12 @@ def finish(draft: FileDraft) -> str:
     block = "\n\n\n".join(pieces)
     for old, new in {**renamed, **named}.items():
         block = re.sub(rf"\b{old}\b", new, block)
-    edits = _removals(draft.context, after, block, keep=imported_elsewhere(draft.program, draft.context).keys())
+    edits = _removals(
+        draft.program.texts[draft.context.path],
+        after,
+        block,
+        keep=imported_elsewhere(draft.program, draft.context).keys(),
+    )
     statements = _statements(missing, renamed)
     if statements or block:
         new_names = {renamed.get(name, name) for name in missing}.union(named.values())
@@ -187,11 +192,11 @@ def _last_import(tree: ast.Module, new_names: set[str]) -> ast.stmt | None:
     return last
 
 
-def _removals(before: FileContext, after: FileContext, helpers_text: str, keep: Collection[str]) -> list[Edit]:
+def _removals(before: str, after: FileContext, helpers_text: str, keep: Collection[str]) -> list[Edit]:
     """Imports that were used before and are not now, of FSDP1 and of what its settings are written with."""
     if after.path.endswith("__init__.py"):
         return []
-    unused = _used(before.tree) - _used(after.tree) - set(keep) - set(re.findall(r"\b\w+\b", helpers_text))
+    unused = _used(ast.parse(before)) - _used(after.tree) - set(keep) - set(re.findall(r"\b\w+\b", helpers_text))
     for statement in after.tree.body:
         if isinstance(statement, ast.Assign) and any(getattr(one, "id", "") == "__all__" for one in statement.targets):
             unused -= {str(one.value) for one in ast.walk(statement.value) if isinstance(one, ast.Constant)}
@@ -235,8 +240,9 @@ def _why_skipped(draft: FileDraft) -> str:
         return ""
     if not _wraps(program) and (framework := _framework_skipped(program)):
         return f"{framework} is left alone, and its models stay FSDP1's"
-    stays = skipped_everywhere(program)
-    return f"{stays} is left alone, and so are all others" if stays else ""
+    left = left_alone(program)
+    stays = any(left.values()) and [left[one] for one in flow_of(program).fed_by(draft.context.path, left)]
+    return f"{stays[0]} is left alone, and so are all others that give models to it" if stays and all(stays) else ""
 
 
 @once
@@ -248,17 +254,17 @@ def _framework_skipped(program: Program) -> str:
 
 
 @once
-def skipped_everywhere(program: Program) -> str:
-    """The place of an FSDP(...) call, if the program has some and none of them can be rewritten; else empty."""
-    places = []
-    for context in program.files(_NAMED.search):
-        draft = FileDraft(context, program, "torch")
-        rewrite_constructors(draft)
-        calls = [note for note in draft.notes if note.code == constructors.CODE]
-        if any(note.status is Status.REWRITTEN for note in calls):
-            return ""
-        places += [f"FSDP(...) at {note.path}:{note.line}" for note in calls]
-    return places[0] if places else ""
+def left_alone(program: Program) -> dict[str, str]:
+    """The files that have FSDP(...) calls: the place of the first where none can be rewritten, else empty."""
+    found = {}
+    for path, file in flow_of(program).files.items():
+        if file.constructors:
+            draft = FileDraft(file.context, program, "torch")
+            rewrite_constructors(draft)
+            calls = [note for note in draft.notes if note.code == constructors.CODE]
+            moves = any(note.status is Status.REWRITTEN for note in calls)
+            found[path] = f"FSDP(...) at {path}:{calls[0].line}" if calls and not moves else ""
+    return found
 
 
 @once
@@ -314,12 +320,12 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         program: All files given, this one among them.
         target: `torch` or `shardwise`.
     """
-    draft = FileDraft(context, program, target)
+    draft, original = FileDraft(context, program, target), program.texts[context.path]
     own = context.classes.get(FSDP1.rpartition(".")[2])
     if own is not None and not program.inherits(context, own):
         message = "the file holds a copy of FSDP1 itself, and is left alone"
         draft.undecided("SW102", own, message, "use torch's fully_shard where this class is used, and remove the copy")
-        return context.text, draft.notes
+        return original, draft.notes
     for rules in (_RULES, ()):
         draft = FileDraft(context, program, target)
         rewrite_constructors(draft)
@@ -332,19 +338,34 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         if not keeps:
             report_handed_out(draft)
             report_numbers(draft)
+            report_reentrant(draft)
             _report_wrapped_elsewhere(draft)
         _apply_rule(_rewrite_frameworks, draft, "")
         notes = sorted(draft.notes, key=lambda note: (note.line, note.code))
         if not draft.edits:
-            return context.text, notes
+            return original, notes
         try:
             _keep_comments(draft)
             text = finish(draft)
-            ast.parse(text)
+            tree = ast.parse(text)
         except (SourceError, SyntaxError):
             continue  # with fewer rules
+        if _imports_torch(tree) and _imports_late(context) and not draft.sharded.constructors:
+            why = "the file imports torch only when it is needed; rewritten, it would do so at once"
+            return original, [undone(note, why) for note in notes]
         return text, notes
-    return context.text, [undone(note, "the rewritten file would not parse") for note in notes]
+    return original, [undone(note, "the rewritten file would not parse") for note in notes]
+
+
+def _imports_torch(tree: ast.Module) -> bool:
+    names = [alias.name for one in tree.body if isinstance(one, ast.Import) for alias in one.names]
+    names += [one.module or "" for one in tree.body if isinstance(one, ast.ImportFrom) and not one.level]
+    return any(name.split(".")[0] == "torch" for name in names)
+
+
+def _imports_late(context: FileContext) -> bool:
+    """Whether torch is there only inside of functions or of `try`, as in programs that also run without it."""
+    return not _imports_torch(context.tree) and any("torch" in one.names for one in context.scopes.values())
 
 
 def _apply_rule(rule: Rule, draft: FileDraft, keeps: str) -> None:

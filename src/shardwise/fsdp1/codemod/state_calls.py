@@ -106,9 +106,10 @@ def write_get(draft: FileDraft, what: str, arguments: Sequence[str], gather: Gat
         return f"{draft.helper('_on_first_rank')}({', '.join([*arguments, *['offload=True'] * bool(gather.offload)])})"
     options = _options(draft, full_state_dict=is_full, cpu_offload=gather.offload if not is_full else both)
     call = f"{draft.name(f'get_{what}_state_dict')}({', '.join(arguments)}{options})"
-    if not is_full or both or not (gather.offload or gather.rank0_only):
-        return call
-    return f"{draft.helper('_on_cpu' if gather.offload else '_on_rank0')}({call})"
+    if is_full and not both and (gather.offload or gather.rank0_only):
+        call = f"{draft.helper('_on_cpu' if gather.offload else '_on_rank0')}({call})"
+    # Without state there is nothing to take, and torch would step the optimizer to make some.
+    return f"({call} if {arguments[1]}.state else {{}})" if what == "optimizer" else call
 
 
 _RANK_OF_GROUP = re.compile(
@@ -118,11 +119,12 @@ _RANK_OF_GROUP = re.compile(
 
 def _tells_groups_apart(draft: FileDraft) -> bool:
     """Whether a file asks for the first rank of a group, and models may be sharded over groups: each has a rank 0."""
-    return _RANK_OF_GROUP.search(draft.context.text) is not None and _shards_in_groups(draft.program)
+    return _RANK_OF_GROUP.search(draft.context.text) is not None and shards_in_groups(draft.program)
 
 
 @once
-def _shards_in_groups(program: Program) -> bool:
+def shards_in_groups(program: Program) -> bool:
+    """Whether models may be sharded over some of the ranks."""
     for file in flow_of(program).files.values():
         for call in file.constructors:
             given = {one.arg: one.value for one in call.keywords}

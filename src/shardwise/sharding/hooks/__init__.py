@@ -1,1 +1,1 @@
-"""What happens while a sharded model runs: around forwards, backwards, writes to parameters and collectives."""
+"""Hooks of a sharded model: around forwards, backwards, writes to parameters and collectives."""

@@ -26,11 +26,11 @@ class MemoryUse:
     what: str
     num_bytes: int
     change: str
-    """What would make it less."""
+    """How to reduce it."""
 
 
 def memory_breakdown(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> list[MemoryUse]:
-    """Count what this rank holds, the largest first.
+    """Return the memory of this rank by kind, largest first.
 
     Args:
         model: Sharded by shardwise or by hand.
@@ -72,14 +72,14 @@ def memory_breakdown(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> 
 
 
 def format_breakdown(found: Iterable[MemoryUse]) -> str:
-    """One line a kind, with what would make it less."""
+    """Format one line per kind, with a way to reduce it."""
     return "\n".join(
         f"{format_bytes(h.num_bytes):>10}  {h.what}" + (f" -> {h.change}" if h.change else "") for h in found
     )
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that are really allocated: a freed gathered parameter keeps its shape and no storage."""
+    """Return allocated bytes: a resharded parameter keeps its shape but no storage."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         local = local_tensor(tensor)

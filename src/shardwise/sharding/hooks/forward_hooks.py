@@ -1,4 +1,4 @@
-"""What happens when a sharded module is called: inputs cast, parameters unsharded, outputs watched for backward."""
+"""Forward hooks of a sharded module: cast inputs, unshard parameters, register outputs for backward."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from shardwise.sharding.registry import recover
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Casts:
-    """The casts at the border of a group, done here so that they are the same on every torch.
+    """Casts of a group's inputs and outputs, equal on every torch.
 
     FSDP2's own differ between versions: before 2.13 they are skipped while activation checkpointing recomputes.
     """
@@ -32,7 +32,7 @@ class Casts:
 
 
 class CallOfGroup:
-    """What happens around one call of a module of a group, from the cast of its inputs to the hooks on its outputs."""
+    """One call of a module of a group, from the cast of its inputs to the hooks on its outputs."""
 
     def __init__(self, module: nn.Module, casts: Casts) -> None:
         self.module, self.casts = module, casts
@@ -48,7 +48,7 @@ class CallOfGroup:
         return args, kwargs
 
     def register_post_backward(self, group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Reduce the group's gradients once those of these inputs are known."""
+        """Reduce the group's gradients after those of these inputs."""
         if not torch.is_grad_enabled():
             return args, kwargs
         tensors = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
@@ -138,7 +138,7 @@ class PartsForwardHooks:
             module.register_forward_hook(torch.compiler.disable(self._leave))
 
     def finish(self) -> None:
-        """Free the group though not all its modules were called in this pass."""
+        """Reshard the group although not all its modules were called in this pass."""
         if self._waiting:
             self._waiting.clear()
             compat.leave_forward(self._first, (), None)
@@ -226,7 +226,7 @@ class Replicated:
 
 
 class ForwardHooks:
-    """Counts entries into one group, so that FSDP2's hooks run once per outermost call.
+    """Counts nested calls of one group, so that FSDP2's hooks run once per outermost call.
 
     Without it a `forward` that dispatches to a registered method enters the hooks twice: on torch 2.5 backward then
     fails, and on every torch the inner exit frees parameters that the outer call still needs.
@@ -248,14 +248,14 @@ class ForwardHooks:
         """Called when the outermost entry ends by an exception."""
 
     def add_module(self, module: nn.Module) -> None:
-        """Make calling `module` an entry, also where it is a part of the model that is not a group."""
+        """Hook calls of `module`, which need not be a group."""
         # Before the user's own hooks, and after them on the way out, as FSDP2's are. A model compiled as a whole breaks
         # its graph here, as it does at FSDP2's own.
         module.register_forward_pre_hook(torch.compiler.disable(self._enter_call), prepend=True, with_kwargs=True)
         module.register_forward_hook(torch.compiler.disable(self._leave_call), always_call=True)
 
     def add_method(self, owner: nn.Module, name: str) -> None:
-        """Make `owner.name(...)` an entry too."""
+        """Also hook `owner.name(...)`."""
         method = getattr(owner, name)
 
         @functools.wraps(method)
@@ -297,7 +297,7 @@ class ForwardHooks:
         return entered
 
     def leave(self, args: Any, output: Any) -> Any:
-        """Reshard after an outermost call; returns the output to hand on."""
+        """Reshard after an outermost call; return the output."""
         self.depth = 0
         output = compat.leave_forward(self.module, args, without_parameters(output))
         self.after(output)
@@ -313,7 +313,7 @@ class ForwardHooks:
 
 
 class KeptUnsharded:
-    """Groups that are unsharded on every rank from the root's entry until backward ends, whoever uses them."""
+    """Groups that are unsharded on every rank from the root's forward to the end of backward."""
 
     def __init__(self, groups: Iterable[Any]) -> None:
         self.groups = tuple(groups)
@@ -358,7 +358,7 @@ class RootForwardHooks(ForwardHooks):
             compat.on_backward_end(module, replicated.restore)
 
     def enter(self, args: Any, kwargs: Any) -> Any:
-        """Start clean; unshard the root and what is kept for the whole pass."""
+        """Reset, and unshard the root and groups that are kept for the whole pass."""
         if compat.was_left_midway(self.module):
             recover(self.module)  # an earlier backward raised
         self.outside.end()
@@ -376,7 +376,7 @@ class RootForwardHooks(ForwardHooks):
         return entered
 
     def after(self, output: Any) -> None:
-        """Free what this pass no longer needs."""
+        """Reshard groups that this pass no longer needs."""
         self.replicated.restore()
         for entry in self.parts:
             entry.finish()

@@ -1,4 +1,4 @@
-"""What FSDP2 leaves undone: gradients outside its groups, unused parameters, hooks on parameters, `zero_grad`."""
+"""Gradients that FSDP2 does not handle: outside groups, unused parameters, hooks on parameters, `zero_grad`."""
 
 import functools
 import weakref
@@ -19,7 +19,7 @@ from shardwise.sharding.registry import sharded_roots
 
 
 class UnusedParameters:
-    """Sends zeros for parameters that got no gradient here, and remembers which those were.
+    """Reduces zeros for parameters without a gradient on this rank, and records them.
 
     FSDP2 reduces what has a gradient. Where a router left an expert out on one rank only, ranks would reduce buffers of
     different sizes.
@@ -52,14 +52,14 @@ class UnusedParameters:
         return torch.tensor([float(id(param) in self._used) for param in self._tracked], device=device)
 
     def drop_unused_zeros(self, counts: torch.Tensor) -> None:
-        """Take away the zeros of parameters that no rank used, as one process would have no gradient for them."""
+        """Remove the zero gradients of parameters that no rank used, as in one process."""
         for param, count in zip(self._tracked, counts.tolist(), strict=True):
             if count == 0 and id(param) in self._filled:
                 compat.sharded_parameter(param).grad = None
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was noted of a backward."""
+        """Drop the records of a backward."""
         self._used.clear()
         self._filled.clear()
 
@@ -124,7 +124,7 @@ class BackwardEnd:
 
 
 def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give a parameter that takes another's place its attributes and its hooks."""
+    """Copy attributes and hooks to a parameter that replaces another."""
     for name, value in old.__dict__.items():
         new.__dict__.setdefault(name, value)
     for_gradient, for_sum = compat.hooks_of(old) if new.requires_grad else ([], [])
@@ -146,7 +146,7 @@ class ParameterHooks:
         compat.around_post_backward(group, self._set_aside, self._call)
 
     def _set_aside(self) -> None:
-        """Set aside what earlier backwards have accumulated: hooks are about the gradient of this one."""
+        """Set aside gradients accumulated by earlier backwards: hooks receive the gradient of this one."""
         group = self._group()
         for parameter in () if group is None else compat.sharded_parameters(group):
             gradient = parameter.grad  # of a loss that read some rows; FSDP2 adds this rank's part to it

@@ -44,7 +44,7 @@ class GroupCall:
         self.inner: list[tuple[int, Any]] = []
 
     def unshard(self, *_: Any) -> None:
-        """What FSDP2 does when backward reaches the group."""
+        """Unshard the group as FSDP2 does when backward reaches it."""
         if (module := self.module()) is not None:
             compat.pre_backward(module)
 
@@ -127,7 +127,7 @@ class GraphCalls:
             nodes[number].register_prehook(functools.partial(self._check, below))
 
     def abandon(self, call: GroupCall | None) -> None:
-        """End a call that raised; what it has computed is freed."""
+        """End a call that raised; its results are freed."""
         if call in self._open:
             call.inner.clear()
             del self._open[self._open.index(call) :]
@@ -225,14 +225,14 @@ class GraphCalls:
                 todo += [node for node, _ in node.next_functions if node is not None]
         return all(call in arrived for call in outermost if call.is_pending)
 
-    def _nodes(self) -> set[Any]:
-        """Every node that this backward may run."""
-        seen: set[Any] = set()
+    def _nodes(self) -> Iterable[Any]:
+        """Every node that this backward may run, in the same order on all ranks."""
+        seen: dict[Any, None] = {}
         todo = [node for node in self._roots if node is not None]
         while todo:
             node = todo.pop()
             if node not in seen:
-                seen.add(node)
+                seen[node] = None
                 todo += [child for child, _ in node.next_functions if child is not None]
         return seen
 
@@ -337,7 +337,7 @@ def graph_calls() -> GraphCalls:
 
 @functools.cache
 def watch_backward() -> None:
-    """Look at every backward of this process before it runs."""
+    """Observe every backward of this process before it runs."""
     ended: list[Callable[[], None]] = []
     is_followed = False
 

@@ -26,7 +26,7 @@ from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.hooks.parameter_writes import ShardUses, write_back
-from shardwise.sharding.hooks.shard_views import watch_views, write_whole
+from shardwise.sharding.hooks.shard_views import compute_whole, refuse_gradient, watch_views, write_whole
 from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
 from shardwise.sharding.registry import described, users_line
 
@@ -53,7 +53,7 @@ class WholeValue(torch.autograd.Function):
 
 
 class OutsideTensor(DTensor):
-    """The class of sharded parameters, and of DTensors computed from them, while they are used outside."""
+    """Class of sharded parameters, and of DTensors computed from them, in code outside the model."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ _COMPUTED: dict[int, weakref.ref[DTensor]] = {}
 
 
 def _call(func: Any, args: Any, kwargs: Any, tensors: Iterable[Any]) -> Any:
-    """Call on DTensors; what comes of it is used outside too."""
+    """Call a function on DTensors; the results are OutsideTensors."""
     with _as_dtensors(tensors), compat.without_torch_functions():
         result = func(*args, **kwargs)
     for made in find_tensors(result) if _OPEN else ():
@@ -134,7 +134,7 @@ _OPEN: weakref.WeakSet["OutsideUse"] = weakref.WeakSet()
 
 
 class OutsideUse:
-    """The parameters of one root, between its forward and what follows."""
+    """The parameters of one root, between its forward and the next backward, step or forward."""
 
     def __init__(self, groups: Iterable[Any], others: Iterable[Any]) -> None:
         """`others`: parameters that are in no group, at any time."""
@@ -144,7 +144,7 @@ class OutsideUse:
         self.is_in_forward = False
 
     def begin(self) -> None:
-        """Show the shards."""
+        """Register the shards."""
         self.is_in_forward = False
         for group in self.groups:
             if compat.is_unsharded(group):
@@ -157,7 +157,7 @@ class OutsideUse:
         _OPEN.add(self)
 
     def begin_forward(self) -> None:
-        """Let code in the forward reach parameters of groups that are sharded at the time."""
+        """Allow forward code to use parameters of sharded groups."""
         shards = [parameter for group in self.groups for parameter in compat.sharded_parameters(group)]
         self._parameters = [parameter for parameter in shards if type(parameter) is DTensor]
         _set_class(self._parameters, OutsideTensor)
@@ -165,12 +165,12 @@ class OutsideUse:
         _OPEN.add(self)
 
     def begin_again(self) -> None:
-        """Begin after a backward, if another one is still to come."""
+        """Begin after a backward, if another one follows."""
         if any(map(compat.is_unsharded, self.groups)):
             self.begin()
 
     def end(self) -> None:
-        """Let torch compute with DTensors again."""
+        """Restore plain DTensors."""
         _set_class(self._parameters, DTensor)
         self._parameters, self.is_in_forward = [], False
         _OPEN.discard(self)
@@ -206,15 +206,20 @@ _OF_SEVERAL = (
     _aten.equal.default, _aten.maximum.default, _aten.minimum.default, _aten.where.self,
 )  # fmt: skip
 """Operators on weights and averages of weights, in which plain tensors meet DTensors."""
+_OF_WHOLE = (_aten.index.Tensor, _aten._unique2.default)
+"""Beside those for which torch knows no way: these it refuses for some arguments, such as masks."""
 
 
 @functools.cache
 def mend_operators() -> None:
     """Answer them for the whole tensor, in this process, from now on."""
+    for operator in (*compat.operators_without_strategy(), *_OF_WHOLE):
+        answer = write_whole if operator._schema.is_mutable else compute_whole
+        compat.answer_operator(operator, functools.partial(answer, operator))
+    for operator in compat.in_place_operators():
+        compat.answer_operator(operator, _reduce_first)
     compat.answer_operator(_aten._local_scalar_dense.default, _item)
     compat.answer_operator(_aten.index_put_.default, _write_masked)
-    for operator in (_aten.pow_.Scalar, _aten.clamp_min_.default):
-        compat.answer_operator(operator, _reduce_first)
     compat.answer_operator(_aten.eye.m_out, _eye)
     for operator in (*_DRAW_IN_PLACE, *_DRAW_LIKE):
         compat.answer_operator(operator, functools.partial(_draw, operator))
@@ -235,33 +240,34 @@ def _meet_plain(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any)
     """
     first, *others = tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     is_written = operator._schema.is_mutable
+
+    def is_alike(tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, DTensor) and (
+            not is_written or tensor.placements == getattr(first, "placements", None)
+        )
+
     is_plain = not isinstance(first, DTensor) and (is_written or first.ndim > 0)
-    if not is_plain and all(isinstance(each, DTensor) or each.ndim == 0 for each in others):
+    if not is_plain and all(each.ndim == 0 or is_alike(each) for each in others):
         return plain()
     if compat.replicates_implicitly() or compat.in_backward() or not any(type(each) is DTensor for each in tensors):
         return plain()
-    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        raise ShardError(
-            f"{operator} of {described(tensors)} and a plain tensor",
-            where=users_line(),
-            why="the plain tensor may differ between the ranks, so that torch knows no gradient of this",
-            fix="compute it in the model's forward or between its forward and backward; where no gradient is wanted, "
-            "under torch.no_grad()",
-        )
-    if is_written and isinstance(first, DTensor):
-        mesh, whole = first.device_mesh, [Replicate()] * first.device_mesh.ndim
+    why = "the plain tensor may differ between the ranks, so that torch knows no gradient of this"
+    refuse_gradient(f"{operator} of {described(tensors)} and a plain tensor", tensors, why)
+    if not (is_written and isinstance(first, DTensor)):
+        return operator(*change_tensors(args, _plain), **change_tensors(kwargs, _plain))
 
-        def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-            is_spread = isinstance(tensor, DTensor) or tensor.ndim == 0
-            return (
-                tensor if is_spread else DTensor.from_local(tensor.to(mesh.device_type), mesh, whole, run_check=False)
-            )
-    else:
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if is_alike(tensor) and tensor.shape == first.shape:
+            return local_tensor(tensor)
+        whole = _plain(tensor).to(first.device_mesh.device_type)
+        return whole if whole.ndim == 0 else local_part(whole.expand(first.shape), first)
 
-        def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-            return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    operator(*change_tensors(args, own), **change_tensors(kwargs, own))
+    return first
 
-    return operator(*change_tensors(args, laid_out), **change_tensors(kwargs, laid_out))
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _data_ptr(tensor: DTensor) -> int:
@@ -303,15 +309,15 @@ def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
     mask = indices[0] if len(indices) == 1 else None
     is_laid_out_alike = isinstance(mask, DTensor) and mask.dtype == torch.bool and mask.placements == tensor.placements
     if mask is None or not is_laid_out_alike or mask.shape != tensor.shape or value.numel() != 1:
-        return write_whole(_aten.index_put_.default, args, kwargs, plain)
+        return write_whole(_aten.index_put_.default, plain, args, kwargs)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     local_tensor(tensor).index_put_([local_tensor(mask)], whole, *rest, **kwargs)
     return tensor
 
 
 def _reduce_first(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """`norm.square_()`, `F.normalize`: torch refuses to write to what is still to be reduced."""
-    if any(placement.is_partial() for placement in args[0].placements):
+    """`norm.square_()`, `F.normalize`: torch refuses to write to what is still to be reduced, or writes each term."""
+    if any(placement.is_partial() for placement in getattr(args[0], "placements", ())):
         compat.reduce_in_place(args[0])
     return plain()
 

@@ -1,4 +1,4 @@
-"""Writes to parameters of a sharded model mean what they say, in whatever state the parameter is."""
+"""Writes to parameters of a sharded model, in any state of the parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import compat
 from shardwise.errors import ShardError
-from shardwise.sharding.inventory import local_part, local_tensor
+from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
 
 _MARK = "_shardwise_sharded"
 _VERSION = "_shardwise_version"
@@ -27,7 +27,7 @@ class ShardUses:
 
 
 def watch_writes(model: nn.Module) -> None:
-    """Keep what is written to the model's parameters, sharded or unsharded; repeatable.
+    """Preserve writes to the model's parameters, sharded or unsharded; idempotent.
 
     FSDP2 frees an unsharded parameter and all that forward wrote into it (a logit scale that is clamped, a teacher that
     is moved); each write is copied into the shard first. `parameter.data = value` copies the values: torch would
@@ -93,7 +93,7 @@ def _note_versions(group: Any) -> None:
 
 
 def write_back(group: Any) -> None:
-    """Copy what was written into unsharded parameters to the shards, before the former are freed or hidden."""
+    """Copy writes to unsharded parameters to the shards, before the former are freed or hidden."""
     is_written = False
     for parameter, sharded in zip(compat.unsharded_parameters(group), compat.sharded_parameters(group), strict=True):
         if parameter.__dict__.get(_VERSION, 0) != (0 if parameter.is_inference() else parameter._version):
@@ -148,7 +148,11 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 
 def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
-    """Copy the values in place; False leaves it to torch, where it is not ours and of another kind."""
+    """Copy the values in place; False leaves it to torch, where it is not ours and of another kind.
+
+    Ranks:
+        Collective where the value is laid out otherwise.
+    """
     ShardUses.count += 1
     if is_watched(tensor):
         _refuse_other_kind(tensor, value)
@@ -157,14 +161,9 @@ def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     elif value.shape != tensor.shape or value.dtype != tensor.dtype or any(p.is_partial() for p in tensor.placements):
         return False
     local = local_tensor(tensor)
-    own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, tensor)
     if isinstance(value, DTensor) and value.placements != tensor.placements:
-        raise ShardError(
-            f"`.data` of a tensor laid out as {tensor.placements} was assigned one of {value.placements}",
-            where="parameter.data = ...",
-            why="ranks would get parts of other ranks",
-            fix="assign a tensor of the same layout, or the whole tensor",
-        )
+        value = full_tensor(value)
+    own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, tensor)
     if not local.is_meta and own.data_ptr() != local.data_ptr():
         for data in (reference() for reference in _HANDED_OUT.pop(tensor, ())):
             if data is not None and local_tensor(data).data_ptr() == local.data_ptr():

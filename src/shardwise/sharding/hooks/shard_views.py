@@ -8,17 +8,20 @@ its part. All ranks must write the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise import compat
+from shardwise.errors import ShardError
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.hooks.parameter_writes import is_watched
 from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
+from shardwise.sharding.registry import described, users_line
 
 _aten: Any = torch.ops.aten
 _VIEWS = (
@@ -28,10 +31,9 @@ _VIEWS = (
     _aten.unfold.default, _aten.as_strided.default,
 )  # fmt: skip
 _WRITES = (
-    _aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.index_copy_.default, _aten.index_add_.default,
-    _aten.renorm_.default, _aten.scatter_.value, _aten.scatter_.src,
-    _aten.masked_scatter_.default, _aten.fill_.Tensor,
+    _aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.scatter_.value, _aten.scatter_.src,
 )  # fmt: skip
+"""Beside those for which torch knows no way at all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,18 +88,16 @@ class ShardView(DTensor):
 
 
 def watch_views() -> None:
-    """Let views of sharded parameters be written to, in this process, from now on."""
+    """Support writes to views of sharded parameters, in this process."""
     for operator in _VIEWS:
         compat.answer_operator(
             operator, lambda plain, args, kwargs, operator=operator: _view(operator, args, kwargs, plain)
         )
     for operator in _WRITES:
-        compat.answer_operator(
-            operator, lambda plain, args, kwargs, operator=operator: write_whole(operator, args, kwargs, plain)
-        )
+        compat.answer_operator(operator, functools.partial(write_whole, operator))
 
 
-def write_whole(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
+def write_whole(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
     """Write in place as torch does, or where it cannot, on the whole value.
 
     Ranks:
@@ -115,6 +115,8 @@ def write_whole(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any])
 def _write(operator: Any, args: Any, kwargs: Any) -> Any:
     """Do it on the whole value of the parameter; keep this rank's part of the result."""
     written = args[0]
+    if not isinstance(written, DTensor):
+        return operator(written, *change_tensors(args[1:], _whole), **change_tensors(kwargs, _whole))
     origin = _origin_of(written) or ViewOrigin(written)
     whole = full_tensor(origin.parameter)
     part = origin.of(whole)
@@ -128,12 +130,14 @@ def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> An
     """View as torch does; note of what, where it can be written to."""
     source = args[0]
     origin = ViewOrigin(source) if is_watched(source) else _origin_of(source)
-    if origin is None or source.is_meta or (torch.is_grad_enabled() and source.requires_grad):
+    if origin is None or source.is_meta:
         return plain()
+    if torch.is_grad_enabled() and source.requires_grad:
+        return compute_whole(operator, plain, args, kwargs)
     try:
         made = plain()
     except (RuntimeError, NotImplementedError):
-        made = _of_whole(operator, args, kwargs)
+        made = of_whole(operator, args, kwargs)
     for index, tensor in enumerate(results := made if isinstance(made, (list, tuple)) else [made]):
 
         def view(whole: torch.Tensor, index: int | None = index if results is made else None) -> torch.Tensor:
@@ -177,12 +181,45 @@ def _origin_of(tensor: torch.Tensor) -> ViewOrigin | None:
     return origin if reference is not None and reference() is tensor else None
 
 
-def _of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
-    whole, mesh = _whole(args[0]), args[0].device_mesh
+def of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator makes of whole values, the same on every rank.
+
+    Ranks:
+        Collective.
+    """
+    mesh = next(each.device_mesh for each in find_tensors((args, kwargs)) if isinstance(each, DTensor))
     return change_tensors(
-        operator(whole, *args[1:], **kwargs),
+        operator(*change_tensors(args, _whole), **change_tensors(kwargs, _whole)),
         lambda tensor: DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False),
     )
+
+
+def compute_whole(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    """Compute with whole values where torch cannot with parts.
+
+    Ranks:
+        Collective where torch cannot.
+    """
+    try:
+        return plain()
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or compat.in_backward():
+            raise
+        tensors = find_tensors((args, kwargs))
+        refuse_gradient(f"{operator} of {described(tensors)}", tensors, "torch cannot compute it from the ranks' parts")
+        return of_whole(operator, args, kwargs)
+
+
+def refuse_gradient(what: str, tensors: Iterable[torch.Tensor], why: str) -> None:
+    """Raise if autograd would record a computation that has no gradient over the ranks."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        raise ShardError(
+            what,
+            where=users_line(),
+            why=why,
+            fix="compute it in the model's forward or between its forward and backward; where no gradient is wanted, "
+            "under torch.no_grad()",
+        )
 
 
 def _memory(tensor: DTensor) -> int:

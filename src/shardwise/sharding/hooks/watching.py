@@ -27,7 +27,7 @@ _TRACERS: dict[tuple[int, ...], tuple[weakref.ref[Any], CollectiveTracer]] = {}
 
 
 class Watch:
-    """What compares the ranks of one model until `stop` is called or the model is gone.
+    """Comparison of one model's ranks until `stop` is called or the model is deleted.
 
     Args:
         model: Sharded.
@@ -170,7 +170,7 @@ def paused(model: nn.Module) -> Iterator[None]:
 def watch_group(
     group: Any, tracer: CollectiveTracer, number: int, replicas: tuple[CollectiveTracer, int] | None = None
 ) -> Callable[[], None]:
-    """Have a group's collectives traced, reductions also between replicas; returns a function that stops it."""
+    """Trace a group's collectives, reductions also between replicas; return a function that stops it."""
     tracers = [(tracer, number)] if replicas is None else [(tracer, number), replicas]
     events: dict[tuple[CollectiveKind, int], list[int]] = {}
     write, reference = tracer.write, weakref.ref(group)

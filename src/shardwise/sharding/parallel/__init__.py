@@ -1,1 +1,1 @@
-"""Tensor, expert, context and pipeline parallelism: what each does to the modules of a model."""
+"""Tensor, expert, context and pipeline parallelism of a model's modules."""

@@ -38,7 +38,7 @@ _STATE = "_shardwise_context"  # in the module's own dict
 
 
 class ContextParallel:
-    """The context axis of one model, and what its forward and its attention need to know of it.
+    """The context axis of one model, for its forward and its attention.
 
     Args:
         model: Called with parts of sequences, as `split_sequences` makes them.
@@ -139,7 +139,7 @@ def context_of(model: nn.Module) -> ContextParallel | None:
 
 @contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Call the model with whole sequences inside, identical on the ranks of a context group, as `generate` does.
+    """Call the model with unsplit sequences inside the block, equal on the ranks of a context group.
 
     Ranks:
         Local; the same on every rank.

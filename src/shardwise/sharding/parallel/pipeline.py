@@ -50,7 +50,7 @@ class Part:
 
 
 class Pipeline:
-    """A decoder divided into stages, of which this rank has one or several. Made by `pipeline`.
+    """A decoder split into stages, one or several on this rank. From `pipeline`.
 
     Args:
         parts: This rank's stages, first ones first.
@@ -85,7 +85,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where the stages compute."""
+        """Device of the stages."""
         return torch.device(self.mesh.device_type)
 
     @property
@@ -95,12 +95,12 @@ class Pipeline:
 
     @property
     def plans(self) -> list[Plan]:
-        """How each of this rank's stages is sharded."""
+        """Plans of this rank's stages."""
         states = [sharded_state(part.model) for part in self.parts]
         return [state.plan for state in states if state is not None]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this rank's stages: what its optimizer updates."""
+        """Parameters of this rank's stages, for its optimizer."""
         return self.model.parameters()
 
     def step(self, batch: Batch, *, num_tokens: int | Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""From files to batches: sources, tokens, samples, their order over all ranks, and the loader that hands them out."""
+"""From files to batches: sources, tokens, samples, their order over all ranks, and the loader."""
 
 from shardwise.training.data.loader import Evaluation, Loader, open_data, open_evaluation
 

@@ -1,4 +1,4 @@
-"""The order of samples over all ranks, and the loaders that hand out batches for training and evaluation."""
+"""The order of samples over all ranks, and the loaders of training and evaluation batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FACTOR = 0x45D9F3B  # odd, and small enough that 32 bits times it stay positive
 
 
 def shuffled(positions: Tensor, num_samples: int, *, seed: int, epoch: int) -> Tensor:
-    """The samples at these positions of a shuffled epoch: a permutation of range(num_samples).
+    """Return the samples at these positions of a shuffled epoch: a permutation of range(num_samples).
 
     A keyed Feistel network permutes the numbers below a product that is hardly larger than `num_samples`; one that
     lands beyond is sent through again until it lands within. So a permutation of 10^8 samples takes no memory, and is
@@ -48,7 +48,7 @@ def shuffled(positions: Tensor, num_samples: int, *, seed: int, epoch: int) -> T
 
 
 def samples_at(positions: Tensor, num_samples: int, *, seed: int, shuffle: bool) -> Tensor:
-    """The samples at these positions of the sequence of all epochs."""
+    """Return the samples at these positions of the sequence of all epochs."""
     within = positions % num_samples
     if not shuffle:
         return within
@@ -60,7 +60,7 @@ def samples_at(positions: Tensor, num_samples: int, *, seed: int, shuffle: bool)
 
 
 def _encrypt(values: Tensor, num_low: int, num_high: int, keys: list[int]) -> Tensor:
-    """One pass of the network over range(num_low * num_high): each half in turn is moved by a hash of the other."""
+    """One pass of the network over range(num_low * num_high): each half is shifted by a hash of the other."""
     low, high = values % num_low, values // num_low
     for index, key in enumerate(keys):
         if index % 2 == 0:
@@ -82,7 +82,7 @@ _BLOCK_BATCHES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """This rank's rows of every global batch."""
+    """Rows of this rank in every global batch."""
 
     batch_size: int
     """Rows of a batch over all ranks; a multiple of `num_ranks`."""
@@ -149,7 +149,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         return batch
 
     def take_wait_s(self) -> float:
-        """Seconds that `next` waited for a batch since this was last called."""
+        """Return the seconds that `next` waited for a batch since the last call."""
         waited, self._wait_s = self._wait_s, 0.0
         return waited
 
@@ -203,7 +203,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._position, self._batches = position, None
 
     def _upcoming(self) -> Iterator[tuple[int, Tensor]]:
-        """Position and this rank's samples of each following batch; found for many batches at once, which is faster."""
+        """Yield position and samples of this rank for each following batch, computed in bulk."""
         batch_size, shuffle = self.share.batch_size, self.config.shuffle
         own = self.share.of(batch_size)
         for first in itertools.count(self._position, _BLOCK_BATCHES * batch_size):
@@ -222,7 +222,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 
 
 def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that must be the same on resume."""
+    """Return the settings that must not change on resume."""
     parts = {"seed": state.get("seed"), "data.shuffle": state.get("shuffle")}
     return parts | {f"data.{name}": value for name, value in dict(state.get("fingerprint") or {}).items()}
 
@@ -230,7 +230,7 @@ def _identity(state: Mapping[str, Any]) -> dict[str, Any]:
 def prefetched(
     make: Callable[[T], Batch], items: Iterable[T], workers: int, ahead: int, device: torch.device | str
 ) -> Generator[Batch, None, None]:
-    """Batches on a device, in order: threads keep `ahead` of them ready; without `workers` they are made on demand.
+    """Yield batches on a device, in order: threads prefetch `ahead` of them; without `workers`, on demand.
 
     Copies to the device are asynchronous. Closing the generator ends the threads.
     """
@@ -271,7 +271,7 @@ _AHEAD = 3
 
 @dataclass(eq=False)
 class Evaluation:
-    """A finite pass over samples, which can be repeated. From `open_evaluation`.
+    """One pass over samples, which can be repeated. From `open_evaluation`.
 
     The last batch is filled up with rows whose labels are all ignored: no rank waits for another, and no sample
     counts twice. Where batches have no labels there is nothing to ignore; there the last batch is smaller, and
@@ -281,10 +281,10 @@ class Evaluation:
     samples: Samples
     """Samples that batches are made of."""
     first: int
-    """First sample that is held out; all after it are too."""
+    """First held-out sample; all later ones are also held out."""
     share: Share
     workers: int = 1
-    """Number of threads; 0 makes batches on demand."""
+    """Number of threads; 0: batches are created on demand."""
 
     def __post_init__(self) -> None:
         self.num_samples = self.samples.num_samples - self.first

@@ -39,7 +39,7 @@ from shardwise.training.data.samples import (
 
 
 def parse_line(line: bytes) -> Any:
-    """The value of a line; a ValueError says briefly why it cannot be read."""
+    """Parse a line; a ValueError gives the reason if it is invalid."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -51,7 +51,7 @@ def parse_line(line: bytes) -> Any:
 
 
 def to_document(record: Any, config: DataConfig) -> Document:
-    """The text of a record; a ValueError says what is wrong with it."""
+    """Return the text of a record; a ValueError gives the reason if it is invalid."""
     if isinstance(record, str):
         return Document("", _clean(record))
     if not isinstance(record, Mapping):
@@ -68,7 +68,7 @@ def to_document(record: Any, config: DataConfig) -> Document:
 def read_documents(
     source: DataSource, items: Records | None, config: DataConfig, problems: list[str]
 ) -> Iterator[Document]:
-    """The documents of JSONL files, of saved datasets, or of what a callable returned (`items`), in order.
+    """Yield the documents of JSONL files, of saved datasets, or of a callable's `items`, in order.
 
     Those that cannot be read are added to `problems`, each with its place.
     """
@@ -93,7 +93,7 @@ def _items(source: DataSource, items: Records | None) -> Iterator[tuple[str, Any
 
 
 def open_dataset(folder: Path) -> Records:
-    """A folder written by `Dataset.save_to_disk`; a ConfigError says that it holds several splits."""
+    """Open a folder written by `Dataset.save_to_disk`; a ConfigError if it has several splits."""
     datasets = import_optional(
         "datasets",
         where=str(folder),
@@ -152,7 +152,7 @@ class DataSource:
     format: Format
     files: tuple[Path, ...]
     callable: str = ""
-    """`module:callable`, where that is the source."""
+    """`module:callable`, if that is the source."""
 
     @property
     def digest(self) -> str:
@@ -169,7 +169,7 @@ class DataSource:
 
 
 def find_sources(source: str | tuple[str, ...], format: str, *, where: str = "data.source") -> list[DataSource]:
-    """The files behind each name, sorted; adjacent sources of one format are merged."""
+    """Return the files of each source, sorted; adjacent sources of one format are merged."""
     names = (source,) if isinstance(source, str) else source
     problems = [] if names else ["an empty list"]
     found: list[DataSource] = []
@@ -257,7 +257,7 @@ def cut_anywhere(stream: TokenStream, length: int) -> tuple[Rows, int]:
 
 
 def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
-    """Rows of as many whole documents as fit, in order; a document longer than a row is truncated.
+    """Pack as many complete documents as fit in each row, in order; a document longer than a row is truncated.
 
     For prompts with responses: half a response without its prompt is useless. Documents whose prompt fills a row are
     dropped; it is a ConfigError if all are.
@@ -295,7 +295,7 @@ def one_document(stream: TokenStream, length: int) -> tuple[Rows, int]:
 
 
 def no_room(length: int) -> ConfigError:
-    """The error for data without any label."""
+    """Return the error for data without any label."""
     return ConfigError(
         f"every document is empty, or its prompt alone fills a sequence of {length} tokens",
         where="data.sequence_length",
@@ -305,7 +305,7 @@ def no_room(length: int) -> ConfigError:
 
 
 def find_starts(stream: TokenStream) -> Tensor:
-    """Where documents begin; in a stream without an index, by reading all of it once."""
+    """Return the starts of documents; reads a stream without an index once."""
     if stream.starts is not None:
         return stream.starts
     if stream.end_id is None:
@@ -317,7 +317,7 @@ def find_starts(stream: TokenStream) -> Tensor:
         )
     parts = [torch.zeros(1, dtype=torch.int64)]
     for first in range(0, stream.num_tokens, _CHUNK_TOKENS):
-        ends = (stream.piece(first, _CHUNK_TOKENS) == stream.end_id).nonzero().flatten()
+        ends = (stream.stored_tokens(first, _CHUNK_TOKENS) == stream.end_id).nonzero().flatten()
         parts.append(ends + (first + 1))
     starts = torch.cat(parts)
     return starts[starts < stream.num_tokens]
@@ -362,7 +362,7 @@ def open_token_files(
     most = -1  # in windows spread over the stream; in all of a small one
     where = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
     for first in range(0, stream.num_tokens, max(_WINDOW_TOKENS, stream.num_tokens // _NUM_WINDOWS)):
-        window = stream.piece(first, _WINDOW_TOKENS)
+        window = stream.stored_tokens(first, _WINDOW_TOKENS)
         sampling.check_tokens(window, vocab_size if vocab_size is not None else 1 << 62, where)
         most = max(most, int(window.max()))
     if most < tokenizer.vocab_size:
@@ -383,7 +383,7 @@ _NUM_TOGETHER = 512
 
 
 class Spool:
-    """Turns documents into a token stream, of two or four bytes a token."""
+    """Converts documents to a token stream, of two or four bytes per token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -429,10 +429,10 @@ class Spool:
         with file.open("rb") as opened:
             if b"\0" in opened.read(8192):
                 raise ValueError("it has zero bytes")
-        self._add(self._pieces(file), 0)
+        self._add(self._token_chunks(file), 0)
 
-    def _pieces(self, file: Path) -> Iterator[Sequence[int]]:
-        """Tokens of a text that may be larger than memory, split at line ends where possible."""
+    def _token_chunks(self, file: Path) -> Iterator[Sequence[int]]:
+        """Yield the tokens of a text that may be larger than memory, split at line ends if possible."""
         if isinstance(self._tokenizer, Bytes):  # any text, whatever its encoding
             with file.open("rb") as raw:
                 yield from iter(lambda: raw.read(_PIECE_CHARS), b"")
@@ -444,7 +444,7 @@ class Spool:
                 yield from self._tokenizer.encode_all(together, starts=False)
 
     def _add(self, parts: Iterable[Sequence[int]], prompt_length: int) -> None:
-        """Add a document in parts, and the token that ends it."""
+        """Add a document in chunks, and its end token."""
         self._starts.append(len(self._tokens))
         self._prompt_lengths.append(prompt_length)
         end = [] if self._tokenizer.end_id is None else [[self._tokenizer.end_id]]
@@ -462,7 +462,7 @@ def open_samples(
     vocab_size: int | None,
     progress: Progress | None = None,
 ) -> tuple[Samples, Tokenizer | None, dict[str, Any]]:
-    """Find, read and number the samples of `names`, which the setting `where` holds.
+    """Find, read and number the samples of `names`, the value of the setting `where`.
 
     With them come the tokenizer that made the tokens, where it is known, and the identity of the data, by setting.
     """
@@ -525,7 +525,7 @@ def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | N
 
 
 def _call(name: str, config: DataConfig) -> Records:
-    """The items that the user's callable returns, which need a length and indices."""
+    """Return the items of the user's callable, which need a length and indices."""
     items = find_callable(name)(config)
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
         raise ConfigError(

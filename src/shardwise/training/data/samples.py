@@ -49,11 +49,11 @@ class TokenStream:
         self.num_tokens = self._offsets[-1]
 
     def window(self, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Rows of tokens that begin at `firsts`; which begin a document inside a row, and which belong to a prompt.
+        """Return rows of tokens that begin at `firsts`, and masks of document starts and of prompt tokens.
 
         Beyond the end of the stream they hold zeros.
         """
-        tokens = torch.stack([self._stretch(first, length) for first in firsts.tolist()]).to(torch.int64)
+        tokens = torch.stack([self._token_range(first, length) for first in firsts.tolist()]).to(torch.int64)
         if self.starts is None:
             return tokens, None if self.end_id is None else F.pad(tokens[:, :-1] == self.end_id, (1, 0)), None
         places = firsts[:, None] + torch.arange(length)
@@ -62,12 +62,12 @@ class TokenStream:
         is_prompt = None if self.prompt_lengths is None else places - begins < self.prompt_lengths[documents]
         return tokens, F.pad((places == begins)[:, 1:], (1, 0)), is_prompt
 
-    def piece(self, first: int, length: int) -> Tensor:
-        """Tokens as stored; for checks."""
-        return self._stretch(first, min(length, self.num_tokens - first)).to(torch.int64)
+    def stored_tokens(self, first: int, length: int) -> Tensor:
+        """Return tokens as stored, for checks."""
+        return self._token_range(first, min(length, self.num_tokens - first)).to(torch.int64)
 
-    def _stretch(self, first: int, length: int) -> Tensor:
-        """Tokens as stored; a view if one segment holds them all."""
+    def _token_range(self, first: int, length: int) -> Tensor:
+        """Return tokens as stored; a view if they are in one segment."""
         index = bisect_right(self._offsets, first) - 1
         begin = first - self._offsets[index]
         parts = [self.segments[index][begin : begin + length]]
@@ -110,7 +110,7 @@ class Bytes:
 
 
 class TokenizerFile:
-    """A `tokenizer.json` of the tokenizers library: the file, or the folder that holds it."""
+    """A `tokenizer.json` of the tokenizers library: the file, or its folder."""
 
     def __init__(self, path: str | Path) -> None:
         file = Path(path)
@@ -184,7 +184,7 @@ def check_vocabulary(tokenizer: Tokenizer, name: str, vocab_size: int | None) ->
 
 
 def _end_id(folder: Path, vocab: dict[str, int]) -> int | None:
-    """As the folder's tokenizer_config.json says, else by the usual names."""
+    """Return the end token of the folder's tokenizer_config.json, or by common names."""
     try:
         token = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError):
@@ -263,7 +263,7 @@ def encode_documents(
 
 
 class ReadySamples:
-    """Items that a `module:callable` made: mappings of tensors, put together row by row, or by its `collate(items)`."""
+    """Items of a `module:callable`: mappings of tensors, collated row by row, or by its `collate(items)`."""
 
     def __init__(self, items: Records, name: str, vocab_size: int | None) -> None:
         self.num_samples = len(items)
@@ -271,7 +271,7 @@ class ReadySamples:
         self._collate: Callable[[list[Any]], Mapping[str, Any]] = getattr(items, "collate", self._stack)
 
     def batch(self, indices: Tensor) -> Batch:
-        """These items as rows; a ConfigError says that they do not fit together."""
+        """Collate these items; a ConfigError if their keys or shapes differ."""
         batch = {
             key: torch.as_tensor(v) for key, v in self._collate([self._items[i] for i in indices.tolist()]).items()
         }
@@ -301,7 +301,7 @@ def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def check_tokens(tokens: Tensor, vocab_size: int, where: str) -> None:
-    """Raise a ConfigError with the worst of these that the model has no row for."""
+    """Raise a ConfigError if a token has no row in the model."""
     if not tokens.numel():
         return
     least, most = (int(bound) for bound in tokens.aminmax())
