@@ -74,6 +74,8 @@ def serve(rank: int, num_ranks: int, folder: Path, connection: Connection) -> No
         store = dist.FileStore(str(folder / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT)
         dist.barrier()
+        folder.chmod(0o711)
+        (folder / "store").chmod(0o666)  # for tests that give up their rights
         connection.send("ready")
         while (job := _next_job(connection)) is not None:
             connection.send(_run(job, rank))

@@ -111,7 +111,7 @@ def test_rank_that_does_not_arrive_is_named_within_the_timeout(rank: int, made_b
         if rank == 1:
             time.sleep(3.5)  # a FileStore looks once a second
         with pytest.raises(ShardError, match=r"ranks \[1\] did not arrive within 1 s"):
-            Channel() if channel is None else channel.run_on_all(lambda: None)
+            Channel() if channel is None else channel.arrive()
     finally:
         store.set_timeout(usual)
         dist.barrier()

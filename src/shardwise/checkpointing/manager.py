@@ -488,6 +488,7 @@ class Checkpointer:
             )
 
     def _check_usable(self) -> None:
+        """Raise if it is closed, or if ranks are missing in this call. Collective."""
         if self._is_closed:
             raise CheckpointError("the Checkpointer is closed", where=str(self.folder), fix="make a new one")
         if self._channel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
@@ -497,3 +498,4 @@ class Checkpointer:
                 why="it was created before the process group, so every rank would save separately",
                 fix="create it after init_distributed() or init_process_group()",
             )
+        self._channel.arrive()

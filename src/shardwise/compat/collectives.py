@@ -32,15 +32,13 @@ _num_private_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictio
 
 
 def private_store(purpose: str) -> Any:
-    """A part of the store that all ranks met at, on a connection of its own; its timeout is `init_process_group`'s.
+    """A part of the store that all ranks met at; its timeout is `init_process_group`'s.
 
     Every rank must open its private stores in the same order: the count of them is the name of the part.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
     count = _num_private_stores.setdefault(dist.group.WORLD, itertools.count())
-    own = store.clone()
-    own.set_timeout(store.timeout)
-    return dist.PrefixStore(f"{purpose}/{next(count)}", own)
+    return dist.PrefixStore(f"{purpose}/{next(count)}", store)
 
 
 def private_gloo_group(store: Any, timeout: timedelta) -> Any:

@@ -47,7 +47,7 @@ class Channel:
     def arrive(self) -> None:
         """Return when every rank is here; within the process group's timeout, or the missing ones are named.
 
-        Comes before work that other ranks wait for: once all are here, they may do so for hours.
+        Call it first in what users call: once all are here, they may wait for each other's work for hours.
         """
         if self._store is None:
             return
@@ -244,8 +244,6 @@ def run_and_gather(
 
     `work` must not communicate. It returns what this rank keeps, and a small value that all ranks get to know.
     """
-    if isinstance(group, Channel):
-        group.arrive()
     try:
         kept, told = work()
     except BaseException as error:  # DCP's CheckpointException is not an Exception
