@@ -28,7 +28,7 @@ from shardwise.sharding.full_params import reshard
 from shardwise.sharding.hooks.forward_hooks import Casts, ForwardHooks
 from shardwise.sharding.hooks.graph_calls import watch_backward
 from shardwise.sharding.inventory import broadcast_from_first
-from shardwise.sharding.registry import recover
+from shardwise.sharding.registry import abandon_pass, recover
 
 _SAID: set[str] = set()
 
@@ -586,9 +586,9 @@ class UnitForwardHooks(ForwardHooks):
                     compat.reshard_group(group)
 
     def failed(self) -> None:
-        """Forget the step, so that the next one works."""
+        """Reshard, so that the next call works."""
         if self.is_root and not compat.in_backward():
-            recover(self.module)
+            abandon_pass(self.module)
 
     def _enter_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None if self.unit.is_summoned else super()._enter_call(module, args, kwargs)
