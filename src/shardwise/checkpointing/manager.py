@@ -242,8 +242,7 @@ class Checkpointer:
     ) -> bool:
         """Save the run as it is now.
 
-        Parameters and optimizer states may still be copied when this returns; the next `optimizer.step()` waits
-        for that. Buffers, random numbers and `objects` are copied before.
+        What is written to tensors after this call is not in the checkpoint, however it is written.
 
         Args:
             step: How far the run is; names the checkpoint.
@@ -265,7 +264,7 @@ class Checkpointer:
         self._check_usable()
         if self._on_busy == "skip" and self._asynchronous:
             busy = self._thread is not None and self._thread.is_alive()
-            if any(self._channel.all_gather(busy)):
+            if any(run_and_gather(lambda: (None, busy), self._channel, CheckpointError)[1]):
                 return False
         self.wait()
         if not self._is_swept:  # what an earlier run left half done
