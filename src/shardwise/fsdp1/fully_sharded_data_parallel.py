@@ -178,6 +178,8 @@ class FullyShardedDataParallel(OptimizerStates):
         self.compute_device = initialising.find_device(device_id, device_mesh, module)  # pyrefly: ignore[read-only]
         self.mesh = initialising.find_mesh(given.strategy, process_group, device_mesh, self.compute_device.type)
         self._take_settings(given, use_orig_params)
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
         if auto_wrap_policy is not None:
             arguments["ignored_states"] = self._ignored_params
             initialising.auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel)
