@@ -21,6 +21,7 @@ from shardwise.fsdp1.units import PREFIX, Unit, WrongArgument, WrongUse, outer_u
 from shardwise.planning.plan import Plan
 from shardwise.sharding.full_params import find_slots, full_params, reshard
 from shardwise.sharding.hooks.gradients import step_in_backward, watch_zero_grad
+from shardwise.sharding.hooks.outside import OutsideUse
 from shardwise.sharding.hooks.parameter_writes import is_watched, watch_writes
 from shardwise.sharding.hooks.watching import watch_by_default
 from shardwise.sharding.inventory import local_part, local_tensor
@@ -266,6 +267,7 @@ class FullyShardedDataParallel(OptimizerStates):
             self._is_prepared = True
             fsdp1_units.cast_buffers(units_in(self))
             remember(self, ShardedState(plan=self.plan, mesh=self.mesh))
+            self.forward_hooks.outside = OutsideUse(compat.param_groups(self), ())
             step_in_backward(self)
             watch_zero_grad()
             watch_by_default(self)
