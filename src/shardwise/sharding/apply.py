@@ -172,8 +172,8 @@ def shard(
         config: What to decide and how; the default decides everything.
         mesh: From `init_distributed`. Its device is where the shards will live.
         optimizers: Built earlier on this model's parameters.
-        plan: From `plan()`, to carry out as it is; computed here when absent. If `config` is given too, its `activations` and
-            `compile` are used.
+        plan: From `plan()`, to carry out as it is; computed here when absent. If `config` is given too, its
+            `activations` and `compile` are used.
         example_inputs: Arguments of `forward`, to observe real calls on fake tensors while planning.
 
     Raises:

@@ -313,8 +313,10 @@ def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
     ]
     if not beside:
         return True
-    norms = [None if p.grad is None else p.grad.detach().abs().float().norm().item() for *_, p in beside]
-    ranks = gather_objects(norms, group=mesh)
+    norms = {p: None if p.grad is None else p.grad.detach().abs().float().norm().item() for *_, p in beside}
+    # Ranks may list the same parameters in another order.
+    beside.sort(key=lambda each: (each[2].shape, _finite(norms[each[2]])))
+    ranks = gather_objects([norms[parameter] for *_, parameter in beside], group=mesh)
     for (number, index, parameter), *found in zip(beside, *ranks, strict=True):
         if not all(_is_near(each, found[0]) for each in found):
             raise ShardError(
@@ -326,6 +328,11 @@ def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
                 "over the ranks before the step",
             )
     return not any(each is None for each in ranks[0])
+
+
+def _finite(norm: float | None) -> float:
+    """A number to sort by."""
+    return -1.0 if norm is None else norm if math.isfinite(norm) else math.inf
 
 
 def _is_near(norm: float | None, other: float | None) -> bool:
