@@ -312,7 +312,7 @@ def _item(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         raise ShardError(
             ".item() of a norm or a sum over a sharded tensor",
             where=users_line(),
-            why="each rank has one term of it; code that all-reduces the result needs the term, other code the full value",
+            why="each rank has a term of it; code that all-reduces the result needs that, other code the full value",
             fix="call .full_tensor().item() on all ranks, and do not all-reduce the result; sw.clip_grad_norm_ returns "
             "the norm of all gradients",
         )
