@@ -18,22 +18,13 @@ from shardwise.planning.settings import dtype_name
 from shardwise.sharding import inventory
 from shardwise.sharding.adapters import adapter_keys
 from shardwise.sharding.full_params import reshard
+from shardwise.sharding.inventory import canonical_name
 from shardwise.sharding.registry import names_elsewhere
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
-"""Parts that torch.compile, activation checkpointing, FSDP1 and Lightning put into names, wherever they wrap."""
 PARALLEL_PREFIX = "module."
 """What DistributedDataParallel puts in front of all names. Further inside, a module may really be called so."""
 MODEL_SECTIONS = ("model.", "state_dict.", "model_state_dict.", "module.")
 """Where the weights are in a file that holds more than weights, as in `{"model": ..., "optimizer": ...}`."""
-
-
-def canonical_name(name: str) -> str:
-    """`name` without the parts that wrappers put into it; `module.` in front is another matter, see `match_names`."""
-    if "_" not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "params")
 _STEP_NAMES = ("step", "global_step", "iteration", "iter")

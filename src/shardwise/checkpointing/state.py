@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from shardwise import compat
 from shardwise.checkpointing.contents import KeyPath
 from shardwise.checkpointing.formats.values import decode_value, encode_value, unreadable_value
-from shardwise.checkpointing.names import ModelTensor, canonical_name, model_tensors
+from shardwise.checkpointing.names import ModelTensor, model_tensors
 from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.random_state import random_state, seed_everything, set_random_state
-from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.inventory import canonical_name, local_tensor
 from shardwise.sharding.registry import names_elsewhere, sharded_state
 from shardwise.sharding.repointing import COUNTERS, refuse_foreign
 
