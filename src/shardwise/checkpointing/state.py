@@ -21,7 +21,13 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.checkpointing.contents import KeyPath
-from shardwise.checkpointing.formats.values import decode_value, encode_value, unreadable_value
+from shardwise.checkpointing.formats.values import (
+    decode_value,
+    encode_value,
+    mapping_type,
+    typed_mapping,
+    unreadable_value,
+)
 from shardwise.checkpointing.names import ModelTensor, model_tensors
 from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import CheckpointError, ConfigError
@@ -96,7 +102,7 @@ def flatten(
             return {"tensor": flat.add(path, value, unchanged_until_step=unchanged_until_step)}
         if isinstance(value, Mapping) and _is_taken_apart(value):
             pairs = [[encode_value(key, dotted(path)), take(item, (*path, str(key)))] for key, item in value.items()]
-            return {"mapping": pairs}
+            return {"mapping": pairs, **mapping_type(value)}
         if isinstance(value, list | tuple) and _is_taken_apart(value):
             items = [take(item, (*path, index)) for index, item in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": items}
@@ -111,7 +117,7 @@ def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
         case {"tensor": str(name)} | {"value": str(name)}:
             return found[name]
         case {"mapping": list(pairs)}:
-            return {decode_value(key): unflatten(item, found) for key, item in pairs}
+            return typed_mapping(layout, {decode_value(key): unflatten(item, found) for key, item in pairs})
         case {"list": list(items)}:
             return [unflatten(item, found) for item in items]
         case {"tuple": list(items)}:

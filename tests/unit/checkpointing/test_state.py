@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -62,6 +64,34 @@ def test_schedules_go_on(tmp_path: Path, kind: str):
         step(model, optimizer)
         schedule.step()
         assert optimizer.param_groups[0]["lr"] == rates[number]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_a_restored_schedule_goes_to_an_epoch_like_the_saved_one(tmp_path: Path):
+    """MultiStepLR computes with the elements of its milestones, a Counter."""
+    model, optimizer = a_run()
+    schedule = lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model, optimizers=optimizer, schedule=schedule)
+        other, fresh = a_run()
+        restored = lr_scheduler.MultiStepLR(fresh, [2])
+        checkpointer.load(model=other, optimizers=fresh, schedule=restored)
+    for each, stepped in ((schedule, optimizer), (restored, fresh)):
+        stepped.step()
+        each.step(3)
+    assert repr(restored.state_dict()) == repr(schedule.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_mappings_of_other_types_as_dictionaries(tmp_path: Path):
+    model, extra = nn.Linear(1, 1), {"counts": Counter({1: 2}), "ordered": OrderedDict(a=1)}
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model, extra=extra)
+        found: dict[str, Any] = {"extra": {"counts": None, "ordered": {"a": None}}}
+        dcp.load(found, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+        checkpointer.load(model=model)
+    assert repr(found["extra"]) == "{'counts': {1: 2}, 'ordered': {'a': 1}}"
+    assert repr(checkpointer.extra) == repr(extra)
 
 
 def test_scaler_and_names_of_wrapped_models(tmp_path: Path):
