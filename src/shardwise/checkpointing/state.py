@@ -28,7 +28,7 @@ from shardwise.checkpointing.formats.values import (
     typed_mapping,
     unreadable_value,
 )
-from shardwise.checkpointing.names import ModelTensor, model_tensors
+from shardwise.checkpointing.names import ModelTensor, model_tensors, refuse_unregistered
 from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.random_state import random_state, seed_everything, set_random_state
@@ -405,6 +405,7 @@ class RunObjects:
         tensors = self.tensors()
         for name, model in self.models.items():
             refuse_unusable(model)
+            refuse_unregistered(model, trainable_only=self.trainable_only)
             stored = [each for each in tensors[name] if not (self.trainable_only and each.is_frozen)]
             _collect_model(found, model, stored, section_path("model", name))
         for key, groups in self.groups(tensors).items():
