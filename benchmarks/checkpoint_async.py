@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from benchmarks.checkpoint_state import SIZES, build_model, remove
 from benchmarks.processes import join
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.models.load import load_model
 from shardwise.sharding.apply import shard
 
@@ -177,7 +176,6 @@ class _Saves:
         self._training.forward_backward()
         self._training.wait()
         start = time.perf_counter()
-        wait_for_copies()  # what `optimizer.step()` does first
         with nullcontext() if self._manager is None else self._manager.lock():  # and here the user's loop
             pass
         self._training.wait()

@@ -1,9 +1,12 @@
 """shardwise.distributed.agreement on real ranks: all raise, all agree, nobody waits."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
-from shardwise.distributed.agreement import agree_on, on_rank_zero, raise_on_all_ranks
+from shardwise.distributed.agreement import Channel, agree_on, on_rank_zero, raise_on_all_ranks
 from shardwise.errors import ConfigError, ShardError
 from tests.ranks import ranks
 
@@ -92,3 +95,23 @@ def test_one_error_becomes_everybodys(rank: int):
     kind, text = (ValueError, "odd") if rank == 1 else (ShardError, "rank 1: ValueError: odd")
     with pytest.raises(kind, match=text):
         raise_on_all_ranks(ValueError("odd") if rank == 1 else None)
+
+
+@ranks(2)
+@pytest.mark.parametrize("made_by", ["one rank", "all ranks"])
+def test_rank_that_does_not_arrive_is_named_within_the_timeout(rank: int, made_by: str):
+    """A late one hears of it, too; work that all have begun may take longer."""
+    store = dist.distributed_c10d._get_default_store()
+    usual = store.timeout
+    try:
+        store.set_timeout(timedelta(seconds=1))
+        channel = Channel() if made_by == "all ranks" else None
+        if channel is not None:
+            channel.run_on_all(lambda: time.sleep(3 * rank))
+        if rank == 1:
+            time.sleep(3.5)  # a FileStore looks once a second
+        with pytest.raises(ShardError, match=r"ranks \[1\] did not arrive within 1 s"):
+            Channel() if channel is None else channel.run_on_all(lambda: None)
+    finally:
+        store.set_timeout(usual)
+        dist.barrier()

@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +15,16 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from shardwise.checkpointing import staging
 from shardwise.checkpointing.contents import ChunkSpec
 from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.errors import CheckpointError
+from shardwise.sharding.inventory import local_tensor
+from shardwise.training.ema import EMA
 from tests.by_hand import mesh_1d, mesh_2d
 from tests.distributed.checkpointed_run import Training, assert_equal, everything
 from tests.ranks import ranks
@@ -41,25 +43,6 @@ def stored(folder: Path, step: int, name: str) -> torch.Tensor:
 
 
 @contextmanager
-def copies_held() -> Iterator[threading.Event]:
-    """Copies in the background wait for the event, as if there were gigabytes of them."""
-    copy, go = staging._copy_now, threading.Event()
-
-    def copy_later(memory: torch.Tensor, target: torch.Tensor) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert go.wait(30)
-        copy(memory, target)
-
-    small = staging._SMALL_BYTES
-    staging._copy_now, staging._SMALL_BYTES = copy_later, 0  # pyrefly: ignore[bad-assignment]
-    try:
-        yield go
-    finally:
-        go.set()
-        staging._copy_now, staging._SMALL_BYTES = copy, small
-
-
-@contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """The writer of this rank does nothing, as if the disk were slow."""
     os.kill(pid, signal.SIGSTOP)
@@ -70,67 +53,51 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 @ranks(2)
-def test_optimizer_step_and_average_wait_for_the_copy(rank: int, tmp_path: Path):
+def test_nothing_that_is_written_after_the_save_is_in_it(rank: int, tmp_path: Path):
     run = Training(rank, mesh_1d(2))
     run.train(1)
-    with Checkpointer(tmp_path) as checkpointer, copies_held() as go:
-        before = everything(run)
-        checkpointer.save(1, **run.parts)
-        opener = threading.Timer(0.3, go.set)
-        opener.start()
-        start = time.monotonic()
-        run.train(1)
-        assert time.monotonic() - start >= 0.25
-        opener.join()
+    extra = {"note": ["as it was"], "tensor": torch.ones(2)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.prepare(**run.parts)
+        before, position = everything(run), run.data.position
+        with stopped(pid_of_writer(checkpointer)):
+            checkpointer.save(1, **run.parts, extra=extra)
+            for parameter in run.model.parameters():
+                parameter.data.add_(1)  # which torch does not count
+            run.model.scale.fill_(-1)
+            run.data.next()
+            extra["note"].append("changed")
+            extra["tensor"].zero_()
+            run.train(1)
+            after = torch.get_rng_state()
         checkpointer.wait()
-        assert everything(run)["model.gain"] != before["model.gain"]
         again = Training(rank, mesh_1d(2))
         checkpointer.load(**again.parts)
     assert_equal(everything(again), before)
-
-
-@ranks(2)
-def test_what_changes_before_the_step_is_copied_at_once(rank: int, tmp_path: Path):
-    run = Training(rank, mesh_1d(2))
-    extra = {"note": ["as it was"], "tensor": torch.ones(2)}
-    with Checkpointer(tmp_path) as checkpointer, copies_held():
-        checkpointer.save(1, **run.parts, extra=extra)
-        run.model.scale.fill_(-1)
-        run.data.next()
-        extra["note"].append("changed")
-        extra["tensor"].zero_()
-        torch.rand(1)
-        checked = torch.get_rng_state()
-    run.model.scale.fill_(0)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.load(**run.parts)
-    assert run.model.scale.item() == 1.5
-    assert run.data.position == 0
+    assert again.data.position == position
     assert checkpointer.extra["note"] == ["as it was"]
     assert checkpointer.extra["tensor"].tolist() == [1, 1]
-    assert not torch.equal(torch.get_rng_state(), checked)
+    assert not torch.equal(torch.get_rng_state(), after)
 
 
 @ranks(2)
-def test_change_during_the_copy_fails_the_save_on_every_rank(rank: int, tmp_path: Path):
-    run = Training(rank, mesh_1d(2))
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "plain"])
+def test_large_tensors_are_of_one_moment(rank: int, tmp_path: Path, is_sharded: bool):
+    """As long as a copy takes, writes that torch does not count are not in it, nor those of an averaged model."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4096, 2048)) for _ in range(3)])
+    if is_sharded:
+        fully_shard(model, mesh=mesh_1d(2))
+    average = EMA(model, 0.9)
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, **run.parts)
-        checkpointer.wait()
-        with copies_held():
-            checkpointer.save(2, **run.parts)
-            if rank == 1:
-                with torch.no_grad():
-                    run.model.embedding.weight.mul_(2)
-        with pytest.raises(CheckpointError, match="1 tensors were modified while they were being saved") as caught:
-            checkpointer.wait()
-        assert "model.embedding.weight" in caught.value.where
-        checkpointer.wait()  # an error is raised once
-        assert checkpointer.latest() == 1
-        assert os.listdir(tmp_path) == ["step-00000001"]
-        dist.barrier()  # the next save makes a folder
-        checkpointer.save(2, **run.parts)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+        checkpointer.prepare(model=model)
+        checkpointer.save(1, model=model)
+        for parameter in model.parameters():
+            local_tensor(parameter).data.add_(1)
+        with average.swap():
+            checkpointer.save(2, model=model)
+        for step in (1, 2):
+            checkpointer.load(model=model, step=step)
+            assert not any(local_tensor(parameter).any() for parameter in model.parameters())
 
 
 @ranks(2)
@@ -239,7 +206,6 @@ def test_nothing_stays_behind(rank: int, tmp_path: Path):
     checkpointer.close()
     assert not writer.is_running()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert not staging._active
     assert psutil.Process().num_fds() <= descriptors
     with pytest.raises(CheckpointError, match="closed"):
         checkpointer.save(2, **run.parts)

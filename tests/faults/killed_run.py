@@ -23,7 +23,6 @@ from torch import nn
 from shardwise.checkpointing import background_writer
 from shardwise.checkpointing.formats.sharded import committed_steps, sweep
 from shardwise.checkpointing.manager import Checkpointer
-from shardwise.checkpointing.staging import wait_for_copies
 from tests.by_hand import mesh_1d, shard_module
 from tests.faults.kill_points import kill_at
 from tests.ranks import start_fork_server
@@ -181,7 +180,6 @@ def _arm_writer(kind: Kind, signal: Path) -> None:
 
 @torch.no_grad()
 def _fill(model: nn.Module, optimizer: Any, step: int) -> None:
-    wait_for_copies()
     for parameter in model.parameters():
         parameter.fill_(step)
         optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter)).fill_(step)

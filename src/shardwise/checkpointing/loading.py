@@ -27,7 +27,6 @@ from shardwise.checkpointing.names import (
     with_our_names,
 )
 from shardwise.checkpointing.reading import Request, RequestReader, Verify, requests_for, stored_differ
-from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.distributed.agreement import Channel, Ranks, gather_objects, run_on_all
 from shardwise.errors import CheckpointError, listed, require_choice
 from shardwise.planning.settings import dtype_name
@@ -468,7 +467,6 @@ def load_run(
     on_all(lambda: plan.refuse_differing_copies(whole=reader.broadcasts) if strict else None)
     if verify == "before":
         on_all(lambda: reader.verify(plan.contents, planned, progress))
-    wait_for_copies()  # a save in the background may still be copying what is about to be overwritten
     models = run.models.values()
     try:
         on_all(allocate_models)

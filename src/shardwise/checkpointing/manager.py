@@ -224,7 +224,8 @@ class Checkpointer:
         self._saver = Saver(self._channel, Channel(CheckpointError), fsync=fsync)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_swept = self._is_closed = False
+        self._is_ready = self._is_closed = False  # ready to save: see `_make_ready`
+        self._continues: int | None = None  # the step that was loaded last, of this folder
         _open.add(self)
         atexit.unregister(_finish_all)
         atexit.register(_finish_all)  # before what was registered earlier, as by the process group
@@ -242,8 +243,7 @@ class Checkpointer:
     ) -> bool:
         """Save the run as it is now.
 
-        Parameters and optimizer states may still be copied when this returns; the next `optimizer.step()` waits
-        for that. Buffers, random numbers and `objects` are copied before.
+        What is written to tensors after this call is not in the checkpoint, however it is written.
 
         Args:
             step: How far the run is; names the checkpoint.
@@ -265,12 +265,12 @@ class Checkpointer:
         self._check_usable()
         if self._on_busy == "skip" and self._asynchronous:
             busy = self._thread is not None and self._thread.is_alive()
-            if any(self._channel.all_gather(busy)):
+            if any(run_and_gather(lambda: (None, busy), self._channel, CheckpointError)[1]):
                 return False
         self.wait()
-        if not self._is_swept:  # what an earlier run left half done
-            self._channel.run_on_all(lambda: sharded.sweep(self.folder) if self._channel.rank == 0 else None)
-            self._is_swept = True
+        if not self._is_ready:
+            self._channel.run_on_all(lambda: self._make_ready() if self._channel.rank == 0 else None)
+            self._is_ready = True
 
         def collect() -> FlatState:
             run = RunObjects(model, optimizers, objects, trainable_only=self._trainable_only)
@@ -339,7 +339,8 @@ class Checkpointer:
         Args:
             model: The model, or several by name: as they were saved; on meta or not.
             optimizers: As they were saved. They need not have been stepped.
-            step: Which checkpoint; default: the latest.
+            step: Which checkpoint; default: the latest. After an older one, the next `save` renames the later ones to
+                `<name>.abandoned`.
             path: A checkpoint elsewhere instead, of any format: torch's Distributed Checkpoint, FSDP1's, one file.
             strict: Everything stored of an object must find its place and every place its value. Otherwise what
                 fits is loaded.
@@ -370,6 +371,7 @@ class Checkpointer:
         )
         self.extra, self.notes = loaded.extra, tuple(loaded.notes)
         is_own = path is None or self.folder in (place(path), split(place(path))[0])
+        self._continues, self._is_ready = contents.step if is_own else None, False
         if is_own and self._channel.rank == 0:
             self._retention.adopt(sharded.committed_steps(self.folder))
         for note in self.notes:
@@ -473,6 +475,17 @@ class Checkpointer:
                 fix="find the other writer; older checkpoints were kept",
             )
         self._retention.retire({step: self.path(step) for step in sharded.committed_steps(self.folder)}, newest)
+
+    def _make_ready(self) -> None:
+        """Remove the remains of interrupted saves; abandon the steps after the loaded one. On rank 0."""
+        sharded.sweep(self.folder)
+        moved = [] if self._continues is None else sharded.rewind(self.folder, self._continues)
+        if moved:
+            _log.warning(
+                "the run continues from step %d; later checkpoints were renamed and are never removed: %s",
+                self._continues,
+                ", ".join(map(str, moved)),
+            )
 
     def _check_usable(self) -> None:
         if self._is_closed:

@@ -170,7 +170,7 @@ def _row_major(memory: torch.Tensor) -> torch.Tensor:
     return memory.resolve_conj().resolve_neg().contiguous()
 
 
-def _staged_tensors(name: str, tensor: torch.Tensor, *, unchanged_until_step: bool) -> list[StagedTensor]:
+def _staged_tensors(name: str, tensor: torch.Tensor) -> list[StagedTensor]:
     """This rank's chunks of a tensor."""
     local = plain_values(local_tensor(tensor))
     shape, dtype = tuple(tensor.shape), dtype_name(local.dtype)
@@ -188,10 +188,7 @@ def _staged_tensors(name: str, tensor: torch.Tensor, *, unchanged_until_step: bo
         kind, chunks = "sharded", [(ChunkSpec.whole(shape), torch.empty(shape, dtype=local.dtype, device="cpu"))]
     else:
         kind, chunks = "own" if name.startswith(_RNG) else "plain", [(ChunkSpec.whole(shape), local)]
-    return [
-        StagedTensor(LocalChunk(name, dtype, shape, spec), memory, tensor, kind, unchanged_until_step)
-        for spec, memory in chunks
-    ]
+    return [StagedTensor(LocalChunk(name, dtype, shape, spec), memory, kind) for spec, memory in chunks]
 
 
 @dataclass(slots=True)
@@ -313,9 +310,7 @@ class Saver:
         def work() -> tuple[tuple[FlatState, list[StagedTensor]], tuple[int, int]]:
             collected = collect()
             staged_tensors = [
-                staged
-                for name, tensor in collected.tensors.items()
-                for staged in _staged_tensors(name, tensor, unchanged_until_step=name in collected.unchanged_until_step)
+                staged for name, tensor in collected.tensors.items() for staged in _staged_tensors(name, tensor)
             ]
             begin()
             # Another number when the chunks are not those of the last time; only this process understands it.

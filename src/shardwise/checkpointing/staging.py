@@ -1,33 +1,26 @@
-"""Copies of the state in shared memory, taken while training waits."""
+"""Copies of the state in shared memory, which no later write of the training can change."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise import compat
 from shardwise.checkpointing.contents import LocalChunk
-from shardwise.errors import CheckpointError
 
 _ALIGNMENT = 64  # no dtype is wider, and a cache line is never shared
 _GRAIN = 1 << 21
 _MARGIN_BYTES = 4 << 30  # left to libraries that take memory from the driver themselves
 _CHUNK_BYTES = 64 << 20  # a copy that training waits for (a loss) must not stand behind gigabytes of ours
 _POLL_S = 0.002
-_SMALL_BYTES = 4096  # step counts lie on the CPU even where all else is on a GPU
-_lock = threading.Lock()
-_active: set[AsyncCopy] = set()
 
 
 @dataclass(eq=False, slots=True)
@@ -37,13 +30,9 @@ class StagedTensor:
     chunk: LocalChunk
     memory: torch.Tensor
     """This rank's part, on any device, of any strides."""
-    owner: torch.Tensor
-    """The tensor it is a part of, whose count of changes tells whether somebody wrote to it."""
     kind: Literal["sharded", "plain", "own"]
     """`sharded`: of a DTensor, equal on all ranks that hold it. `plain`: whole on each rank, which may
     differ. `own`: of this rank alone."""
-    unchanged_until_step: bool
-    """Only an optimizer step changes it."""
     offset: int = 0
     """Where its copy lies in the arena."""
 
@@ -51,11 +40,6 @@ class StagedTensor:
     def end(self) -> int:
         """Where the next one's copy may begin."""
         return self.offset + -(-self.chunk.num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-    def version(self) -> tuple[int, ...]:
-        """Another one after every change that torch counts; it does not count fused steps, but those wait."""
-        # The memory is a view of the owner's local tensor, and views share the count.
-        return tuple(0 if tensor.is_inference() else tensor._version for tensor in (self.owner, self.memory))
 
 
 class Arena:
@@ -74,7 +58,7 @@ class Arena:
         """Assign an offset to every tensor, and grow if needed, which discards the contents."""
         end = 0
         # What a GPU copies in one go lies together.
-        for staged in sorted(staged_tensors, key=lambda each: (not each.unchanged_until_step, str(each.memory.device))):
+        for staged in sorted(staged_tensors, key=lambda each: str(each.memory.device)):
             staged.offset = end
             end = staged.end
         if end > self.num_bytes or self._map is None:
@@ -120,111 +104,49 @@ class Arena:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
 
-def wait_for_copies() -> None:
-    """Wait for all copies; call it before changing a tensor in the middle of a step.
-
-    Optimizer steps and `EMA.update` do so themselves. Almost free when nothing is being saved.
-    """
-    for copy in list(_active):
-        copy.gate()
-
-
 class AsyncCopy:
-    """One copy of staged tensors into an arena, from the moment it is made until `run` returns."""
+    """One copy of staged tensors into an arena; what is written to them after the constructor is not in it.
+
+    CPU memory is copied when the constructor returns. Copies from an accelerator are queued before what the current
+    stream is given later, and finished when `run` returns.
+    """
 
     def __init__(self, staged_tensors: Sequence[StagedTensor], arena: Arena) -> None:
         self._arena = arena
-        self._is_copied = threading.Event()  # what lies in CPU memory; a GPU makes its own streams wait
         self._events: list[Any] = []
-        self._gates: list[Any] = []  # those of them that come before the sources may change
         self._aside: list[Any] = []  # memory pools, each with the copies in it
-        self._later: list[StagedTensor] = []
-        self._pending: list[tuple[StagedTensor, tuple[int, ...]]] = []
-        self._changed: list[str] | None = None
+        by_device: dict[torch.device, list[StagedTensor]] = {}
         with torch.no_grad():
-            self._start(staged_tensors)
-        with _lock:
-            _install_hook()
-            _active.add(self)
+            for staged in staged_tensors:
+                if staged.memory.device.type == "cpu":
+                    arena.tensor(staged.offset, staged.memory).copy_(staged.memory)
+                else:
+                    by_device.setdefault(staged.memory.device, []).append(staged)
+            for device, on_device in by_device.items():
+                self._start_on(device, sorted(on_device, key=lambda staged: staged.offset))
 
     def run(self) -> None:
-        """Copy the remaining tensors and wait for the GPU; in a separate thread."""
-        try:
-            with torch.no_grad():
-                for staged in self._later:
-                    _copy_now(staged.memory, self._arena.tensor(staged.offset, staged.memory))
-            self._is_copied.set()
-            for event in self._events:
-                while not event.query():  # synchronize() would keep a core busy with asking
-                    time.sleep(_POLL_S)
-            self._judge()
-        finally:
-            self._is_copied.set()
-            while self._aside:
-                self._aside.pop()  # the copies before their pool, which frees only what nobody uses
-            with _lock:
-                _active.discard(self)
-                self._later, self._pending = [], []  # let go of the run's tensors
-        if names := self._changed:
-            raise CheckpointError(
-                f"{len(names)} tensors were modified while they were being saved",
-                where=", ".join(names[:5]) + (", …" if len(names) > 5 else ""),
-                why="a save in the background copies parameters and optimizer states until the next optimizer step; "
-                "the copy may be inconsistent, so it was dropped",
-                fix="save after the change, or call shardwise.checkpointing.staging.wait_for_copies() before it, "
-                "or Checkpointer(..., asynchronous=False)",
-            )
-
-    def gate(self) -> None:
-        """Block changes of the sources until they are copied; on a GPU, block later kernels."""
-        if self._later:
-            self._is_copied.wait()
-        self._judge()
-        for event in self._gates:
-            event.wait()  # the current stream waits, not this thread
-
-    def _start(self, staged_tensors: Sequence[StagedTensor]) -> None:
-        steady_by_device: dict[torch.device, list[StagedTensor]] = {}
-        for staged in staged_tensors:
-            memory = staged.memory
-            is_on_cpu = memory.device.type == "cpu"
-            if not is_on_cpu:
-                steady_by_device.setdefault(memory.device, [])
-            if not staged.unchanged_until_step or (is_on_cpu and memory.nbytes <= _SMALL_BYTES):
-                # On a GPU this is queued on the current stream: what comes after it there may change the source.
-                copy = _copy_now if is_on_cpu else _copy_in_chunks
-                copy(memory, self._arena.tensor(staged.offset, memory))
-            elif is_on_cpu:
-                self._pending.append((staged, staged.version()))
-                self._later.append(staged)
-            else:
-                steady_by_device[memory.device].append(staged)
-        for device, unchanged_until_step in steady_by_device.items():
-            self._start_on(device, sorted(unchanged_until_step, key=lambda staged: staged.offset))
+        """Wait for the accelerators; in a thread of its own."""
+        for event in self._events:
+            while not event.query():  # synchronize() would keep a core busy with asking
+                time.sleep(_POLL_S)
+        while self._aside:
+            self._aside.pop()  # the copies before their pool, which frees only what nobody uses
 
     def _start_on(self, device: torch.device, staged_tensors: Sequence[StagedTensor]) -> None:
-        """Queue the copies from one accelerator to the host, on a stream of their own."""
+        """Queue the copies from one accelerator to the host."""
         aside = copy_on_device(staged_tensors)
-        stream: Any = torch.Stream(device, priority=0)
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        with stream:
-            if aside:
+        stream: Any = torch.accelerator.current_stream(device)
+        if aside:
+            training, stream = stream, torch.Stream(device, priority=0)
+            stream.wait_stream(training)
+            with stream:
                 _copy_in_chunks(aside[-1], self._arena.tensor(staged_tensors[0].offset, aside[-1]))
-            else:
-                for staged in staged_tensors:
-                    _copy_in_chunks(staged.memory, self._arena.tensor(staged.offset, staged.memory))
-        copied = stream.record_event()
-        self._events += [copied, torch.accelerator.current_stream(device).record_event()]
+        else:  # without room for a copy there, what training queues next waits for the bus
+            for staged in staged_tensors:
+                _copy_in_chunks(staged.memory, self._arena.tensor(staged.offset, staged.memory))
+        self._events.append(stream.record_event())
         self._aside += aside
-        if not aside:
-            self._gates.append(copied)
-            self._pending += [(staged, staged.version()) for staged in staged_tensors]
-
-    def _judge(self) -> None:
-        """See whether anything was changed so far; once, because after the gate it may be."""
-        with _lock:
-            if self._changed is None:
-                self._changed = [each.chunk.name for each, version in self._pending if each.version() != version]
 
 
 def copy_on_device(staged_tensors: Sequence[StagedTensor]) -> list[Any]:
@@ -253,20 +175,6 @@ def copy_on_device(staged_tensors: Sequence[StagedTensor]) -> list[Any]:
     for targets, sources in by_dtype.values():
         torch._foreach_copy_(targets, sources)
     return [pool, copies]
-
-
-@functools.cache
-def _install_hook() -> None:
-    # Never removed: it costs nothing, and a hook cannot be removed while hooks run.
-    register_optimizer_step_pre_hook(lambda *_unused: wait_for_copies())
-
-
-def _copy_now(memory: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy CPU memory on one core: the others are training."""
-    if memory.is_contiguous() and not memory.is_conj() and not memory.is_neg():
-        ctypes.memmove(target.data_ptr(), memory.data_ptr(), memory.nbytes)
-    else:
-        target.copy_(memory)
 
 
 def _copy_in_chunks(memory: torch.Tensor, target: torch.Tensor) -> None:

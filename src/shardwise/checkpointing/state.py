@@ -48,8 +48,6 @@ class FlatState:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The live ones."""
-    unchanged_until_step: set[str] = field(default_factory=set)
-    """Tensors that nothing changes before the next optimizer step, so that copying them may take until then."""
     values: dict[str, Any] = field(default_factory=dict)
     """Encoded snapshots of the values."""
     paths: dict[str, KeyPath] = field(default_factory=dict)
@@ -59,7 +57,7 @@ class FlatState:
     details: dict[str, Any] = field(default_factory=dict)
     """Other metadata of the run for the manifest; JSON."""
 
-    def add(self, path: KeyPath, value: Any, *, unchanged_until_step: bool = False) -> str:
+    def add(self, path: KeyPath, value: Any) -> str:
         """Add a tensor or an encoded value under a name that is not taken yet; return the name."""
         name = dotted(path)
         if name in self.paths:
@@ -72,15 +70,13 @@ class FlatState:
         self.paths[name] = path
         if isinstance(value, torch.Tensor):
             self.tensors[name] = value
-            if unchanged_until_step:
-                self.unchanged_until_step.add(name)
         else:
             self.values[name] = value
         return name
 
-    def add_object(self, state: object, path: KeyPath, *, unchanged_until_step: bool = False) -> None:
+    def add_object(self, state: object, path: KeyPath) -> None:
         """Add an object's state, and its layout beside it."""
-        self.add((*path, LAYOUT), flatten(state, path, self, unchanged_until_step=unchanged_until_step)[1])
+        self.add((*path, LAYOUT), flatten(state, path, self)[1])
 
 
 def dotted(path: KeyPath) -> str:
@@ -88,9 +84,7 @@ def dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def flatten(
-    nested: object, path: KeyPath, into: FlatState | None = None, *, unchanged_until_step: bool = False
-) -> tuple[FlatState, Any]:
+def flatten(nested: object, path: KeyPath, into: FlatState | None = None) -> tuple[FlatState, Any]:
     """The parts of dictionaries, lists and tuples of tensors and plain values, and their layout for `unflatten`.
 
     They are added to `into` where that is given.
@@ -99,7 +93,7 @@ def flatten(
 
     def take(value: object, path: KeyPath) -> Any:
         if isinstance(value, torch.Tensor):
-            return {"tensor": flat.add(path, value, unchanged_until_step=unchanged_until_step)}
+            return {"tensor": flat.add(path, value)}
         if isinstance(value, Mapping) and _is_taken_apart(value):
             pairs = [[encode_value(key, dotted(path)), take(item, (*path, str(key)))] for key, item in value.items()]
             return {"mapping": pairs, **mapping_type(value)}
@@ -228,9 +222,7 @@ def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[Named
     kinds: dict[str, Kind] = {}
     for index, group in enumerate(groups):
         options = {key: value for key, value in group.options.items() if key != "params"}
-        flatten(
-            {**options, "params": list(group.names)}, (*path, "param_groups", index), found, unchanged_until_step=True
-        )
+        flatten({**options, "params": list(group.names)}, (*path, "param_groups", index), found)
         for name, parameter in zip(group.names, group.parameters, strict=True):
             start = (*path, "state", name)
             for keys, value in _leaves(optimizer.state.get(parameter) or {}, start):
@@ -241,7 +233,7 @@ def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[Named
                         kinds[f"{name}.{key}"] = kind
                     if kind == "local":
                         value = compat.dtensor_like(value, parameter)  # pyrefly: ignore[bad-argument-type]
-                found.add(keys, value, unchanged_until_step=True)
+                found.add(keys, value)
     if kinds:
         found.add((*path, KINDS), kinds)
 
@@ -411,9 +403,7 @@ class RunObjects:
         for key, groups in self.groups(tensors).items():
             collect_optimizer(found, self.optimizers[key], groups, section_path("optim", key))
         for key, item in self.objects.items():
-            found.add_object(
-                item.state_dict(), (key,), unchanged_until_step=bool(getattr(item, "waits_for_copies", False))
-            )
+            found.add_object(item.state_dict(), (key,))
         if extra is not None:
             found.add_object(dict(extra), ("extra",))
         for name, state in encoded_random_state().items() if rng_rank is not None else ():
@@ -457,8 +447,7 @@ def refuse_empty(tensors: Iterable[ModelTensor]) -> None:
 def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor], path: KeyPath) -> None:
     refuse_empty(tensors)
     for entry in tensors:
-        # A forward may write a buffer (running statistics); only a step, or somebody by hand, writes parameters.
-        name = found.add((*path, entry.name), entry.tensor, unchanged_until_step=entry.is_parameter)
+        name = found.add((*path, entry.name), entry.tensor)
         for alias in entry.aliases:
             found.aliases[dotted((*path, alias))] = name
             found.paths[dotted((*path, alias))] = (*path, alias)

@@ -460,3 +460,13 @@ def remove_files(folder: str, names: Sequence[str]) -> None:
         store, path = _store(folder)
         if names:
             store.rm([f"{path}/{name}" for name in names], recursive=True)
+
+
+def move(path: Place, target: Place) -> None:
+    """Rename a folder, or copy it in its store and remove it there; `target` must not exist."""
+    with os_errors("rename the folder", path):
+        if isinstance(path, Path):
+            path.rename(target)
+        else:
+            store, name = _store(path)
+            store.mv(name, _store(str(target))[1], recursive=True)

@@ -28,18 +28,24 @@ def reduce_scatter_flat(output: torch.Tensor, whole: torch.Tensor, group: dist.P
     reduce_scatter(output, whole, group=group)
 
 
-_private_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_num_private_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def private_gloo_group(purpose: str, timeout: timedelta) -> Any:
-    """A gloo group of all ranks that torch does not know of, so that `destroy_process_group` leaves it alone.
+def private_store(purpose: str) -> Any:
+    """A part of the store that all ranks met at, on a connection of its own; its timeout is `init_process_group`'s.
 
-    Every rank must make its private groups in the same order: the count of them is the name they meet under.
+    Every rank must open its private stores in the same order: the count of them is the name of the part.
     """
-    store = dist.distributed_c10d._get_default_store()
-    count = _private_groups.setdefault(dist.group.WORLD, itertools.count())
-    prefixed = dist.PrefixStore(f"{purpose}/{next(count)}", store)
-    return dist.ProcessGroupGloo(prefixed, dist.get_rank(), dist.get_world_size(), timeout)
+    store: Any = dist.distributed_c10d._get_default_store()
+    count = _num_private_stores.setdefault(dist.group.WORLD, itertools.count())
+    own = store.clone()
+    own.set_timeout(store.timeout)
+    return dist.PrefixStore(f"{purpose}/{next(count)}", own)
+
+
+def private_gloo_group(store: Any, timeout: timedelta) -> Any:
+    """A gloo group of all ranks that torch does not know of, so that `destroy_process_group` leaves it alone."""
+    return dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timeout)
 
 
 def gather_on(group: Any, tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import difflib
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,16 +29,42 @@ class Channel:
 
     One thread at a time may use it. Messages are pickled and trusted: they come from the ranks of this run. Collective,
     and so is every method but `close`: every rank must make its channels in the same order. `kind` is raised when a
-    rank cannot be reached, and on other ranks for an error that is not a `ShardwiseError`.
+    rank does not arrive or cannot be reached, and on other ranks for an error that is not a `ShardwiseError`.
     """
 
     def __init__(self, kind: type[ShardwiseError] = ShardError) -> None:
         self.rank, self.size, self._kind = 0, 1, kind
         self._group: Any = None
+        self._store: Any = None
+        self._num_arrivals = 0
         if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size > 1:
-            self._group = compat.private_gloo_group("shardwise/channels", _TIMEOUT)
+            self._store = compat.private_store("shardwise/channels")
+            self.arrive()
+            self._group = compat.private_gloo_group(self._store, _TIMEOUT)
+
+    def arrive(self) -> None:
+        """Return when every rank is here; within the process group's timeout, or the missing ones are named.
+
+        Comes before work that other ranks wait for: once all are here, they may do so for hours.
+        """
+        if self._store is None:
+            return
+        self._num_arrivals += 1
+        try:
+            self._store.set(f"rank {self.rank}", str(self._num_arrivals))
+            if self._store.add(f"arrived {self._num_arrivals}", 1) == self.size:
+                self._store.set(f"all arrived {self._num_arrivals}", "")
+            self._store.wait([f"all arrived {self._num_arrivals}"])
+            missing = self._store.get("missing").decode() if self._store.check(["missing"]) else ""
+        except RuntimeError as error:
+            with self._reached():
+                missing = str([rank for rank in range(self.size) if not self._has_arrived(rank)])
+                self._store.set("missing", missing)  # for those that come after all
+            raise self._not_arrived(missing) from error
+        if missing:
+            raise self._not_arrived(missing)
 
     def all_gather(self, value: T) -> list[T]:
         """The value of every rank, by rank."""
@@ -53,13 +80,37 @@ class Channel:
 
     def close(self) -> None:
         """Destroy the group of this rank."""
-        self._group = None
+        self._group = self._store = None
+
+    def _has_arrived(self, rank: int) -> bool:
+        key = f"rank {rank}"
+        return self._store.check([key]) and int(self._store.get(key)) >= self._num_arrivals
+
+    def _not_arrived(self, missing: str) -> ShardwiseError:
+        return self._kind(
+            f"ranks {missing} did not arrive within {self._store.timeout.total_seconds():.0f} s",
+            where=f"rank {self.rank}",
+            why="all ranks must make this call, or the others wait for them; the limit is the process group's timeout",
+            fix="make the call on every rank, not only on rank 0; for slow ranks init_process_group(timeout=...)",
+        )
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._kind(
+                "the ranks cannot reach each other",
+                where=str(error).splitlines()[0][:200],
+                why="a rank ended or was killed before all ranks finished this call",
+                fix="see the first error of the other ranks",
+            ) from error
 
     def _gather(self, value: T, *, on_all: bool) -> list[T]:
         if self._group is None:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        try:
+        with self._reached():
             lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
             self._group.allgather([lengths], [torch.tensor([len(data)], device="cpu")]).wait()
             # On the CPU whatever the default device is; zeros, so that no memory of ours travels as padding.
@@ -70,13 +121,6 @@ class Channel:
                 self._group.allgather([parts], [sent]).wait()
             else:
                 compat.gather_on(self._group, sent, parts)
-        except RuntimeError as error:
-            raise self._kind(
-                "the ranks cannot reach each other",
-                where=str(error).splitlines()[0][:200],
-                why="a rank ended or was killed before all ranks finished this call",
-                fix="see the first error of the other ranks",
-            ) from error
         return [
             value if rank == self.rank else pickle.loads(ctypes.string_at(part.data_ptr(), int(length)))
             for rank, (part, length) in enumerate(zip(parts, lengths, strict=False))
@@ -200,6 +244,8 @@ def run_and_gather(
 
     `work` must not communicate. It returns what this rank keeps, and a small value that all ranks get to know.
     """
+    if isinstance(group, Channel):
+        group.arrive()
     try:
         kept, told = work()
     except BaseException as error:  # DCP's CheckpointException is not an Exception

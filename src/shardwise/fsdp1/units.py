@@ -37,6 +37,9 @@ class Unit(nn.Module):
     sharding_strategy: fsdp.ShardingStrategy
     mixed_precision: fsdp.MixedPrecision
     cpu_offload: fsdp.CPUOffload
+    backward_prefetch: fsdp.BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
     is_summoned: bool
     """It holds whole parameters now (`summon_full_params`)."""
     has_comm_hook: bool

@@ -172,7 +172,8 @@ def shard(
         config: What to decide and how; the default decides everything.
         mesh: From `init_distributed`. Its device is where the shards will live.
         optimizers: Built earlier on this model's parameters.
-        plan: From `plan()`, to carry out as it is; computed here when absent.
+        plan: From `plan()`, to carry out as it is; computed here when absent. If `config` is given too, its
+            `activations` and `compile` are used.
         example_inputs: Arguments of `forward`, to observe real calls on fake tensors while planning.
 
     Raises:
@@ -192,8 +193,8 @@ def shard(
         check_fits(plan, model, mesh)
     if plan.float8:
         import_torchao()  # before anything is changed
-    if config is not None:
-        refuse_budget(config.activations, compiles=config.compile is True)
+    blocks = plan if config is None else config
+    refuse_budget(blocks.activations, compiles=blocks.compile is True)
     weights = agree_on_plan_and_weights(plan, model, mesh)
     if stages is not None and len(set(gather_objects(weights, group=stages.get_group()))) == 1:
         warnings.warn(
@@ -211,9 +212,9 @@ def shard(
         for module in plan.expert_parallel:
             if module.how:
                 divide_experts(model.get_submodule(module.fqn), experts)
-    if config is not None and config.activations not in ("auto", "keep"):
-        checkpoint_activations(model, config.activations, config=plan)
-    if config is not None and config.compile is True:
+    if blocks.activations not in ("auto", "keep"):
+        checkpoint_activations(model, blocks.activations, config=plan)
+    if blocks.compile is True:
         compile_blocks(model, config=plan)
     if plan.tensor_parallel:
         apply_tensor_parallel(model, plan.tensor_parallel, mesh)

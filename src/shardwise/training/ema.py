@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpointing.staging import wait_for_copies
 from shardwise.errors import CheckpointError, ConfigError, ShardError, raise_listed
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import local_part, local_tensor
@@ -29,9 +28,6 @@ class EMA:
     Ranks:
         Local throughout: no method communicates. Call them on every rank.
     """
-
-    waits_for_copies = True
-    """A save in the background may copy the averages later: updates wait for it."""
 
     def __init__(
         self, model: nn.Module, decay: float | Callable[[int], float], *, include_buffers: bool = False
@@ -59,7 +55,6 @@ class EMA:
         self._refuse_if_swapped("update")
         decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
         _check_decay(decay)
-        wait_for_copies()
         alike: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for shadow, value in self._pairs():
             shadows, values = alike.setdefault((shadow.device, shadow.dtype, value.dtype), ([], []))
@@ -86,7 +81,6 @@ class EMA:
         """
         self._refuse_if_swapped("swap")
         pairs = self._pairs()
-        wait_for_copies()
         with torch.no_grad():
             backup = [(value, value.clone()) for _, value in pairs]
             for shadow, value in pairs:
@@ -118,7 +112,6 @@ class EMA:
         """
         loaded = state_dict["shadow"]
         _check_matches(self._shadow, loaded)
-        wait_for_copies()
         with torch.no_grad():
             for name, shadow in self._shadow.items():
                 new = loaded[name]

@@ -321,3 +321,34 @@ def test_random_states_that_nobody_seeded_are_no_difference(tmp_path: Path, capl
 def test_a_url_that_became_a_path_is_refused():
     with pytest.raises(CheckpointError, match="is a URL that pathlib has changed"):
         Checkpointer(Path("s3://bucket/run"))
+
+
+def test_run_that_goes_back_continues_from_there(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    model = nn.Linear(2, 2)
+
+    def save(checkpointer: Checkpointer, step: int, value: float) -> None:
+        model.weight.data.fill_(value)
+        checkpointer.save(step, model=model)
+
+    with Checkpointer(tmp_path, asynchronous=False, keep_last=None) as checkpointer:
+        for step in (10, 20, 30):
+            save(checkpointer, step, step)
+    with Checkpointer(tmp_path, asynchronous=False, keep_last=2) as checkpointer:
+        checkpointer.load(model=model, step=10)
+        assert checkpointer.latest() == 30  # loading changes nothing
+        save(checkpointer, 15, 15.5)
+        assert "continues from step 10" in caplog.text
+        assert checkpointer.latest() == 15
+        assert checkpointer.path(10).exists()
+        save(checkpointer, 20, 20.5)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load(model=model) == 20
+        assert model.weight[0, 0] == 20.5
+        checkpointer.load(model=model, path=tmp_path / "step-00000020.abandoned")
+        assert model.weight[0, 0] == 20
+    assert sorted(os.listdir(tmp_path)) == [
+        "step-00000015",
+        "step-00000020",
+        "step-00000020.abandoned",
+        "step-00000030.abandoned",
+    ]

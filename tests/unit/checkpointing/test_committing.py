@@ -13,6 +13,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
+from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
 from shardwise.checkpointing.formats.dcp import read_dcp
 from shardwise.checkpointing.formats.sharded import (
@@ -25,6 +26,7 @@ from shardwise.checkpointing.formats.sharded import (
     partial_of,
     read_manifest,
     remove_checkpoint,
+    rewind,
     step_folder,
     sweep,
     write_rank_file,
@@ -342,3 +344,41 @@ def test_a_writer_that_fails_discards_its_upload(store: str, monkeypatch: pytest
         write_half(f"{store}/file", KeyboardInterrupt())
     gc.collect()
     assert Uploads.done == ["begun", "part", "discarded"]
+
+
+def test_rewind_renames_later_checkpoints_and_loses_none(root: Place):
+    for value in (1.0, 2.0):  # twice
+        for step in (10, 20, 30):
+            if not is_committed(step_folder(root, step)):
+                save(root, step, value)
+        assert rewind(root, 30) == []
+        moved = rewind(root, 10)
+        assert committed_steps(root) == [10]
+        assert len(moved) == 2
+        assert first_byte(moved[0]) == value
+    assert names_in(root) == [
+        "step-00000010",
+        *(f"step-000000{step}.abandoned{suffix}" for step in (20, 30) for suffix in ("", "-2")),
+    ]
+    assert sweep(root) == []
+
+
+def test_interrupted_rewind_abandons_all_at_once(root: Place, monkeypatch: pytest.MonkeyPatch):
+    for step in (10, 20, 30):
+        save(root, step)
+    move = storage.move
+    for num_moves in (0, 1):
+
+        def move_then_fail(path: Place, target: Place, left: list[int] = [num_moves]) -> None:  # noqa: B006
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            move(path, target)
+
+        monkeypatch.setattr(storage, "move", move_then_fail)
+        with pytest.raises(KeyboardInterrupt):
+            rewind(root, 10) if num_moves == 0 else sweep(root)
+        assert committed_steps(root) == [10]
+    monkeypatch.undo()
+    sweep(root)  # before the next save
+    assert names_in(root) == ["step-00000010", "step-00000020.abandoned", "step-00000030.abandoned"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +46,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _DCP_VERSION = "1.0.0"
 _STEP = re.compile(r"step-(\d{8,})")
 _DATA_FILE = re.compile(r"__\d+_0\.distcp")
-_PARTIAL, _REMOVING = ".partial", ".removing"
+_REWOUND = re.compile(r"rewound-(\d{8,})")
+_PARTIAL, _REMOVING, _ABANDONED = ".partial", ".removing", ".abandoned"
 _MARK = ".unfinished"
 """In an object store, where a checkpoint has its final name from the start: it is being written or removed."""
 
@@ -442,17 +445,53 @@ def _remove_marked(folder: str) -> None:
 
 
 def committed_steps(root: str | storage.Place) -> list[int]:
-    """The steps of all committed checkpoints under `root`, in ascending order."""
+    """The steps of all committed checkpoints under `root`, in ascending order, without abandoned ones."""
     root = storage.place(root)
-    steps = [int(match.group(1)) for name in storage.names_in(root) if (match := _STEP.fullmatch(name))]
+    names = storage.names_in(root)
+    last = min(_matched(_REWOUND, names), default=math.inf)
     committed = []
-    for step in sorted(steps):
+    for step in sorted(step for step in _matched(_STEP, names) if step <= last):
         folder = step_folder(root, step)
         if is_committed(folder):
             committed.append(step)
         elif isinstance(folder, str) and _manifest_state(folder) == "incomplete":
             _log.warning("%s is skipped: its manifest is incomplete, so its save was interrupted", folder)
     return committed
+
+
+def rewind(root: storage.Place, step: int) -> list[storage.Place]:
+    """Rename the checkpoints after `step`, and return their new places; on rank 0, while nobody saves.
+
+    Names are changed one by one. An empty file, created first, abandons them all at once, also for `committed_steps`.
+    """
+    if committed_steps(root)[-1:] <= [step]:
+        return []
+    storage.write_small(storage.join(root, f"rewound-{step:08d}"), b"")
+    storage.sync_folder(root)
+    return finish_rewind(root)
+
+
+def finish_rewind(root: storage.Place) -> list[storage.Place]:
+    """Rename what an interrupted `rewind` left, and return the new places; on rank 0, while nobody saves."""
+    names, moved = storage.names_in(root), []
+    markers = [name for name in names if _REWOUND.fullmatch(name)]
+    for step in _matched(_STEP, names) if markers else ():
+        if step > min(_matched(_REWOUND, markers)):
+            old = step_folder(root, step)
+            folder, name = storage.split(old)
+            suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))  # of an earlier rewind
+            free = (storage.join(folder, f"{name}{_ABANDONED}{suffix}") for suffix in suffixes)
+            moved.append(next(place for place in free if not storage.exists(place)))
+            storage.move(old, moved[-1])
+    if moved:
+        storage.sync_folder(root)
+    for name in markers:
+        storage.remove_tree(storage.join(root, name))
+    return moved
+
+
+def _matched(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
+    return [int(match.group(1)) for name in names if (match := pattern.fullmatch(name))]
 
 
 def remove_checkpoint(folder: storage.Place) -> None:
@@ -473,6 +512,7 @@ def remove_checkpoint(folder: storage.Place) -> None:
 def sweep(root: str | storage.Place) -> list[storage.Place]:
     """Remove and return the remains of interrupted saves and removals under `root`; on rank 0, while no save runs."""
     root = storage.place(root)
+    finish_rewind(root)
     removed = []
     for name in storage.names_in(root):
         place, bare = storage.join(root, name), name.removesuffix(_PARTIAL).removesuffix(_REMOVING)

@@ -350,7 +350,7 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
             tree = ast.parse(text)
         except (SourceError, SyntaxError):
             continue  # with fewer rules
-        if _imports_torch(tree) and _imports_late(context):
+        if _imports_torch(tree) and _imports_late(context) and not draft.sharded.constructors:
             why = "the file imports torch only when it is needed; rewritten, it would do so at once"
             return original, [undone(note, why) for note in notes]
         return text, notes
