@@ -487,7 +487,7 @@ def plan_of(root: Any) -> Plan:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in nn.Module.named_parameters(root, remove_duplicate=False):
         names.setdefault(parameter, []).append(clean_name(name))
-    paths = {module: clean_name(f"{path}.").rstrip(".") for path, module in root.named_modules()}
+    paths = {module: clean_name(path) for path, module in root.named_modules()}
     inner_first = sorted(units_in(root), key=lambda unit: paths[unit].count(".") + bool(paths[unit]), reverse=True)
     groups = [_group(unit, paths[unit], names, is_root=unit is root) for unit in inner_first]
     ignored = [parameter for parameter in names if not isinstance(parameter, DTensor)]

@@ -48,7 +48,7 @@ from shardwise.sharding.hooks.graph_calls import watch_backward
 from shardwise.sharding.hooks.outside import mend_operators
 from shardwise.sharding.hooks.parameter_writes import watch_writes
 from shardwise.sharding.hooks.watching import watch_by_default
-from shardwise.sharding.inventory import class_name, fingerprint, unwrapped_name
+from shardwise.sharding.inventory import canonical_name, class_name, fingerprint
 from shardwise.sharding.parallel.context_parallel import apply_context_parallel, replace_root_forward
 from shardwise.sharding.parallel.expert_parallel import divide_experts
 from shardwise.sharding.parallel.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
@@ -233,7 +233,7 @@ def shard(
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     for name, new in model.named_parameters():
-        if (old := replaced.get(unwrapped_name(name), new)) is not new:
+        if (old := replaced.get(canonical_name(name), new)) is not new:
             carry_over(old, new)
     watch_optimizers(model, dict.fromkeys(replaced.values()))
     watch_writes(model)

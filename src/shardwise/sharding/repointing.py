@@ -20,7 +20,7 @@ from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.models.nested_tensors import find_tensors
 from shardwise.sharding.hooks.outside import end_outside_use
-from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
+from shardwise.sharding.inventory import canonical_name, class_name, local_part
 from shardwise.sharding.registry import sharded_roots, sharded_state
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -60,7 +60,7 @@ def _order_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 def _named_parameters() -> list[tuple[str, torch.Tensor]]:
     """Every parameter of every sharded model, in the order in which the models were sharded."""
     return [
-        (unwrapped_name(name), parameter)
+        (canonical_name(name), parameter)
         for root in sharded_roots()
         for name, parameter in nn.Module.named_parameters(root)
     ]
@@ -283,10 +283,10 @@ def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None
     if state is None or state.mesh.size() == 1:
         return
     outside = (*state.plan.replicated, *state.plan.ignored)
-    averaged = {unwrapped_name(name) for planned in outside for name in (planned.fqn, *planned.aliases)}
+    averaged = {canonical_name(name) for planned in outside for name in (planned.fqn, *planned.aliases)}
     for name, parameter in root.named_parameters():
         is_plain = id(parameter) in held and parameter.requires_grad and not isinstance(parameter, DTensor)
-        if is_plain and unwrapped_name(name) not in averaged:
+        if is_plain and canonical_name(name) not in averaged:
             raise ShardError(
                 f"{type(optimizer).__name__} holds {name!r}, which was added to {class_name(root)} after sharding",
                 where=name,
