@@ -166,6 +166,8 @@ def test_buffers_that_differ_or_were_never_written(rank: int):
     assert codes(model) == {"SW431"}
     model.table.fill_(-3.6e-37)
     assert codes(model) == {"SW434"}
+    model.table.fill_(torch.finfo(torch.float32).min)  # an attention mask
+    assert codes(model) == set()
     model.table.fill_(float("nan"))
     assert "SW434" in codes(model)
 

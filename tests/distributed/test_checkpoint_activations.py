@@ -252,3 +252,16 @@ def test_autocast_inside_and_outside_is_recomputed_alike(rank: int, policy: Any)
         assert_same(cast_step(recomputed, outside), expected, rtol=0, atol=0)
         whole = step(sw.shard(build()), rank)
         assert any(not torch.equal(expected[name], whole[name]) for name in whole), "nothing was cast"
+
+
+@ranks(2)
+def test_a_plan_carries_the_activations_of_its_config(rank: int):
+    config = sw.ShardConfig(activations="full")
+    models = sw.shard(build(), config), sw.shard(build(), plan=sw.plan(build(), config, mesh=sw.MeshConfig(shard=2)))
+    counts = []
+    for model in models:
+        calls: Counter[str] = Counter()
+        model.blocks[0].up.register_forward_hook(lambda *_, calls=calls: calls.update(["up"]))
+        model(batch(rank)).sum().backward()
+        counts.append(calls["up"])
+    assert counts == [2, 2]

@@ -222,3 +222,21 @@ def test_retain_graph_and_a_second_backward_add_up_as_in_fsdp1(rank: int):
 
     real, ours = both(run)
     assert_same(ours, real)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@ranks(2)
+def test_gradients_between_forward_and_backward_are_those_of_the_shards(rank: int, strategy: str):
+    """They are read, cleared by hand and shown whole by `summon_full_params`; the root stays unsharded for backward."""
+    unit = wrapped(OURS, tiny(), auto_wrap_policy=BLOCKS, sharding_strategy=ShardingStrategy[strategy])
+    first = reduced(unit, rank)
+    loss = loss_of(unit, tokens(rank))
+    assert all(isinstance(parameter, DTensor) for parameter in unit.parameters())
+    assert_same(whole_gradients(unit), first)
+    with FSDP.summon_full_params(unit, with_grads=True):
+        shown = {name: each.grad for name, each in unit.named_parameters() if each.grad is not None}
+        assert_same(shown, first)
+    for parameter in unit.parameters():
+        parameter.grad = None
+    loss.backward()
+    assert_same(whole_gradients(unit), first)

@@ -57,6 +57,29 @@ def test_a_unit_is_what_scripts_ask_whether_it_is(rank: int):
 
 
 @ranks(2)
+def test_a_unit_shows_the_arguments_it_was_given(rank: int):
+    unit = wrapped(OURS, tiny(), auto_wrap_policy=ModuleWrapPolicy({Block}), forward_prefetch=True)
+    for each in FSDP.fsdp_modules(unit):
+        assert each.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        assert (each.forward_prefetch, each.limit_all_gathers) == (True, True)
+
+
+@ranks(2)
+def test_parameters_beside_units_may_stand_in_another_order_on_each_rank(rank: int):
+    """What no rank averages is refused only where gradients differ, however the optimizer lists them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), FSDP(nn.Linear(4, 4), device_id=CPU), nn.Linear(4, 4))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters[:: -1 if rank else 1], lr=0.1)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    model(torch.full((2, 4), 1.0 + rank)).square().sum().backward()
+    with pytest.raises(ShardError, match="another gradient on each rank"):
+        optimizer.step()
+
+
+@ranks(2)
 def test_flat_parameter_internals_are_refused_with_a_reason(rank: int):
     unit = FSDP(tiny())
     assert not hasattr(unit, "_handle")

@@ -170,3 +170,22 @@ def test_an_operator_without_strategy_that_wants_a_gradient_is_refused(rank: int
     model = sw.shard(build())
     with pytest.raises(ShardError, match=r"aten.index.Tensor of .*0.weight(.|\n)*test_plain_tensors.py"):
         model[0].weight[model[0].weight > 0].sum()
+
+
+@ranks(2)
+def test_terms_of_norms_and_sums_are_refused_and_whole_values_are_not(rank: int):
+    """fully_shard's `.item()` gives one rank's term: some programs add the terms up, others mean the whole."""
+    model = sw.shard(build())
+    model(torch.ones(2, 6)).sum().backward()
+    gradient = model[0].weight.grad
+    assert gradient is not None
+    for ask in (lambda: gradient.norm().item(), lambda: float((gradient**2).sum()), lambda: int((gradient == 0).sum())):
+        with pytest.raises(ShardError, match=r"(?s)norm or a sum.*test_plain_tensors.py:\d+.*full_tensor\(\)\.item"):
+            ask()
+    whole = full(gradient)
+    assert gradient.norm().full_tensor().item() == pytest.approx(whole.norm().item())
+    assert gradient.abs().max().item() == whole.abs().max().item()
+    assert gradient.mean().item() == pytest.approx(whole.mean().item())
+    assert not torch.isnan(gradient).any().item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6).item()
+    assert norm == pytest.approx(torch.stack([full(p.grad).norm() for p in model.parameters()]).norm().item())

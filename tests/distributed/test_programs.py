@@ -22,6 +22,7 @@ REFUSED = {
     "deep_copy": "copy.deepcopy of a sharded",
     "gradients_by_parameters": "gradients with respect to parameters",
     "lazy_modules_not_yet_built": "parameters without a shape yet",
+    "norm_of_gradients_by_item": "a norm or a sum over a sharded tensor",
     "weights_of_losses_read_before": "was combined with what the model returned",
 }
 FAST = [

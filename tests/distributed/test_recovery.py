@@ -135,6 +135,23 @@ def test_gradients_of_earlier_micro_steps_are_dropped_too(
     next_step_is_right(model, rank, 4)
 
 
+@ranks(4)
+@pytest.mark.parametrize("mode", ["comm", "memory", "hsdp"])
+def test_a_forward_that_raises_leaves_the_gradients_of_earlier_micro_steps(rank: int, mode: AccumulationMode):
+    """As in one process: a bad batch that a script skips takes nothing away."""
+    model = shard(tiny(), mesh=mesh_2d())
+    with accumulate(model, 0, 2, mode):
+        loss_of(model, tokens(rank, 7)).backward()
+        with pytest.raises(FloatingPointError):
+            fail_in_forward(model, rank)
+        with pytest.raises(FloatingPointError), torch.no_grad():
+            fail_in_forward(model, rank)
+    with accumulate(model, 1, 2, mode):
+        loss_of(model, tokens(rank)).backward()
+    first, second = (reference_gradients(tiny(), [tokens(other, step) for other in range(4)]) for step in (7, 0))
+    assert_same(full_gradients(model), {name: first[name] + second[name] for name in first})
+
+
 @ranks(2)
 def test_root_inside_a_plain_module_is_found_and_a_part_is_refused(rank: int):
     model = shard_by_hand(tiny(), mesh_1d(2))

@@ -315,3 +315,14 @@ def test_optimizer_built_after_a_forward_without_gradients_trains_everything(ran
     disturbed_training(reference, lambda _: None)
     disturbed_training(model, lambda _: None)
     assert_equal_weights(model, reference)
+
+
+@ranks(2)
+def test_a_criterion_that_is_first_used_in_a_later_step_is_refused_then(rank: int):
+    model, criterion = shard(nn.Sequential(nn.Linear(4, 4))), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    criterion(model(torch.ones(2, 4) + rank)).sum().backward()
+    with pytest.raises(ShardError, match="another gradient on each rank"):
+        optimizer.step()

@@ -76,7 +76,7 @@ def _write_dcp(
         )
         sharded.commit_checkpoint(dst, [record], header)
     except BaseException:
-        storage.remove_tree(sharded.partial_of(dst))
+        sharded.discard_partial(dst)
         raise
 
 

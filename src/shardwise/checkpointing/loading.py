@@ -21,7 +21,6 @@ from shardwise.checkpointing.formats.values import nest
 from shardwise.checkpointing.names import (
     Matched,
     ModelTensor,
-    canonical_name,
     local_chunks,
     match,
     model_tensors,
@@ -33,7 +32,7 @@ from shardwise.errors import CheckpointError, listed, require_choice
 from shardwise.planning.settings import dtype_name
 from shardwise.progress import Progress
 from shardwise.sharding.adapters import adapter_keys
-from shardwise.sharding.inventory import local_tensor, take_inventory
+from shardwise.sharding.inventory import canonical_name, local_tensor, take_inventory
 from shardwise.sharding.materialize import allocate, materialize
 from shardwise.sharding.repointing import follow_names
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,27 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import compat
 from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, StoredTensor
-from shardwise.errors import CheckpointError, listed, nearest
+from shardwise.errors import CheckpointError, listed, nearest, raise_listed
 from shardwise.planning.settings import dtype_name
 from shardwise.sharding import inventory
 from shardwise.sharding.adapters import adapter_keys
 from shardwise.sharding.full_params import reshard
+from shardwise.sharding.inventory import canonical_name, class_name
 from shardwise.sharding.registry import names_elsewhere
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
-"""Parts that torch.compile, activation checkpointing, FSDP1 and Lightning put into names, wherever they wrap."""
 PARALLEL_PREFIX = "module."
 """What DistributedDataParallel puts in front of all names. Further inside, a module may really be called so."""
 MODEL_SECTIONS = ("model.", "state_dict.", "model_state_dict.", "module.")
 """Where the weights are in a file that holds more than weights, as in `{"model": ..., "optimizer": ...}`."""
-
-
-def canonical_name(name: str) -> str:
-    """`name` without the parts that wrappers put into it; `module.` in front is another matter, see `match_names`."""
-    if "_" not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "params")
 _STEP_NAMES = ("step", "global_step", "iteration", "iter")
@@ -184,11 +176,54 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Canonical name and tensor of everything that the model's state dict holds, tied tensors under each name."""
+    return [(canonical_name(name), tensor) for name, tensor in _registered(_unwrapped(model))]
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in compat.non_persistent_buffers(module):
+                yield f"{path}.{name}" if path else name, tensor
+
+
+def refuse_unregistered(model: nn.Module, *, trainable_only: bool = False) -> None:
+    """Raise a CheckpointError if modules write state that is not registered into their state dict.
+
+    With `trainable_only`, modules whose parameters are frozen are left out.
+    """
+    problems = []
+    for path, module in _unwrapped(model).named_modules():
+        if found := _unregistered(module):
+            parameters = list(module.parameters())
+            if not (trainable_only and parameters and not any(each.requires_grad for each in parameters)):
+                problems.append(f"{path or '(root)'} ({class_name(module)}): {', '.join(found)}")
+    raise_listed(
+        problems,
+        "{num} modules write state into their state dict that is neither parameters nor buffers",
+        why="a checkpoint contains parameters, persistent buffers and get_extra_state(); this state would be lost",
+        fix="register it with register_buffer(), or return it from get_extra_state()",
+        kind=CheckpointError,
+    )
+
+
+def _unregistered(module: nn.Module) -> list[str]:
+    """Entries that `_save_to_state_dict` or state-dict hooks of a module add; renamed tensors are none."""
+    saves = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+    if not saves and not module._state_dict_hooks:
+        return []
+    entries: Any = OrderedDict(_registered(module))
+    known, tensors = set(map(canonical_name, entries)), set(map(_identity, entries.values()))
+    entries._metadata = OrderedDict()
+    if saves:
+        module._save_to_state_dict(entries, "", True)
+    for hook in module._state_dict_hooks.values():
+        entries = hook(module, entries, "", {}) or entries
     return [
-        (canonical_name(f"{path}.{name}" if path else name), tensor)
-        for path, module in _unwrapped(model).named_modules(remove_duplicate=False)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None and name not in compat.non_persistent_buffers(module)
+        name
+        for name, value in entries.items()
+        if canonical_name(name) not in known
+        and name.rpartition(".")[2] != "_extra_state"
+        and not (isinstance(value, torch.Tensor) and _identity(value) in tensors)
     ]
 
 

@@ -22,7 +22,7 @@ from shardwise.checkpointing.formats import sharded
 from shardwise.checkpointing.names import local_chunks
 from shardwise.checkpointing.staging import Arena, AsyncCopy, StagedTensor
 from shardwise.checkpointing.state import PER_RANK, FlatState, RunObjects
-from shardwise.checkpointing.storage import Place, checksum, join, remove_tree
+from shardwise.checkpointing.storage import Place, checksum, join
 from shardwise.distributed.agreement import Channel, as_shardwise_error, run_and_gather
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -274,8 +274,8 @@ class Saver:
             back.run_on_all(lambda: self._commit(pending, records, values) if back.rank == 0 else None)
         except Exception as error:
             with contextlib.suppress(ShardwiseError):
-                if back.rank == 0 and not sharded.is_committed(pending.folder):
-                    remove_tree(sharded.partial_of(pending.folder))
+                if back.rank == 0:
+                    sharded.discard_partial(pending.folder)
             failed = as_shardwise_error(error, CheckpointError)
 
         def conclude() -> None:

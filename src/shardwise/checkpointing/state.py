@@ -21,12 +21,18 @@ from torch.optim import Optimizer
 
 from shardwise import compat
 from shardwise.checkpointing.contents import KeyPath
-from shardwise.checkpointing.formats.values import decode_value, encode_value, unreadable_value
-from shardwise.checkpointing.names import ModelTensor, canonical_name, model_tensors
+from shardwise.checkpointing.formats.values import (
+    decode_value,
+    encode_value,
+    mapping_type,
+    typed_mapping,
+    unreadable_value,
+)
+from shardwise.checkpointing.names import ModelTensor, model_tensors, refuse_unregistered
 from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.random_state import random_state, seed_everything, set_random_state
-from shardwise.sharding.inventory import local_tensor
+from shardwise.sharding.inventory import canonical_name, local_tensor
 from shardwise.sharding.registry import names_elsewhere, sharded_state
 from shardwise.sharding.repointing import COUNTERS, refuse_foreign
 
@@ -90,7 +96,7 @@ def flatten(nested: object, path: KeyPath, into: FlatState | None = None) -> tup
             return {"tensor": flat.add(path, value)}
         if isinstance(value, Mapping) and _is_taken_apart(value):
             pairs = [[encode_value(key, dotted(path)), take(item, (*path, str(key)))] for key, item in value.items()]
-            return {"mapping": pairs}
+            return {"mapping": pairs, **mapping_type(value)}
         if isinstance(value, list | tuple) and _is_taken_apart(value):
             items = [take(item, (*path, index)) for index, item in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": items}
@@ -105,7 +111,7 @@ def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
         case {"tensor": str(name)} | {"value": str(name)}:
             return found[name]
         case {"mapping": list(pairs)}:
-            return {decode_value(key): unflatten(item, found) for key, item in pairs}
+            return typed_mapping(layout, {decode_value(key): unflatten(item, found) for key, item in pairs})
         case {"list": list(items)}:
             return [unflatten(item, found) for item in items]
         case {"tuple": list(items)}:
@@ -391,6 +397,7 @@ class RunObjects:
         tensors = self.tensors()
         for name, model in self.models.items():
             refuse_unusable(model)
+            refuse_unregistered(model, trainable_only=self.trainable_only)
             stored = [each for each in tensors[name] if not (self.trainable_only and each.is_frozen)]
             _collect_model(found, model, stored, section_path("model", name))
         for key, groups in self.groups(tensors).items():

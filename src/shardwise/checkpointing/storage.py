@@ -237,9 +237,28 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
             else:  # O_EXCL: never through a link that somebody laid, never over a file that is there
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with os_errors("close the file", self._path):
-            self._file.close() if isinstance(self._path, str) else os.close(self._file)
+            if isinstance(self._path, Path):
+                os.close(self._file)
+                return
+            with contextlib.ExitStack() as on_error:
+                on_error.callback(self._discard, self._path)
+                if kind is None:
+                    self._file.close()
+                    on_error.pop_all()
+
+    def _discard(self, url: str) -> None:
+        """Abandon the upload; in a store that shows files while they are written, remove the file."""
+        store, name = _store(url)
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        with contextlib.suppress(Exception):  # of a buffered file: closing or deleting it would upload it
+            self._file.closed = True
+        with contextlib.suppress(Exception):
+            self._file.close()
+        with contextlib.suppress(Exception):
+            store.rm(name)
 
     def append(self, data: memoryview | bytes) -> None:
         """Append bytes."""
@@ -433,6 +452,14 @@ def remove_tree(path: Place) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def remove_files(folder: str, names: Sequence[str]) -> None:
+    """Remove files of an object store in one call; no error if they do not exist."""
+    with os_errors("remove the files", folder), contextlib.suppress(FileNotFoundError):
+        store, path = _store(folder)
+        if names:
+            store.rm([f"{path}/{name}" for name in names], recursive=True)
 
 
 def move(path: Place, target: Place) -> None:

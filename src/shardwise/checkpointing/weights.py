@@ -22,7 +22,14 @@ from shardwise.checkpointing.formats.full import FullWriter, full_tree
 from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES
 from shardwise.checkpointing.hugging_face import in_model_layout
 from shardwise.checkpointing.loading import load_run, open_for
-from shardwise.checkpointing.names import KeyReport, ModelTensor, Rename, model_tensors, rename_contents
+from shardwise.checkpointing.names import (
+    KeyReport,
+    ModelTensor,
+    Rename,
+    model_tensors,
+    refuse_unregistered,
+    rename_contents,
+)
 from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
 from shardwise.checkpointing.state import FlatState, RunObjects, Stateful, refuse_empty, refuse_unusable
 from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
@@ -209,6 +216,8 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
     if format == "peft":
         peft_config(model)  # raises without adapters
         tensors = [tensor for tensor in tensors if tensor.name in adapter_keys(model)]
+    else:
+        refuse_unregistered(model)
     refuse_empty(tensors)
     return tensors
 

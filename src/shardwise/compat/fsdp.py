@@ -352,7 +352,8 @@ def is_root(module: nn.Module) -> bool | None:
 
 
 def reset_iteration(root: Any) -> None:
-    """Reset a root's tree for a new forward: no pending all-gathers, everything sharded."""
+    """Reset a root's tree for a new forward: no pending all-gathers, everything sharded; gradients are kept."""
+    partial = [(group, group._partial_reduce_output) for group in param_groups(root)]
     if is_root(root) is None:  # no forward has run yet: there is nothing to reset but an early unshard()
         for group in groups_of(root):
             group._to_sharded()
@@ -360,6 +361,8 @@ def reset_iteration(root: Any) -> None:
         root.reset_iter_state()
     else:
         _reset_iteration_by_hand(fsdp_state(root))
+    for group, reduced in partial:  # HSDP's sums, which are not yet averaged over the replicas
+        group._partial_reduce_output = reduced
 
 
 def _reset_iteration_by_hand(state: Any) -> None:

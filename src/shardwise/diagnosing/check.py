@@ -315,6 +315,10 @@ def held_parameters(subject: Subject) -> Iterator[Finding]:
         yield from _about("SW423", [subject.names[key] for key, n in held.items() if n > 1 and key in subject.names])
 
 
+_LARGEST = {torch.finfo(dtype).max for dtype in (torch.float32, torch.bfloat16, torch.float64)}
+"""What masks of attention are filled with."""
+
+
 def values(subject: Subject) -> Iterator[Finding]:
     """SW405, SW434: tensors without values; buffers that nothing wrote after `to_empty()`, often NaN or absurd."""
     buffers = dict(subject.model.named_buffers())
@@ -322,6 +326,8 @@ def values(subject: Subject) -> Iterator[Finding]:
     for name, buffer in buffers.items():
         if not buffer.is_meta and buffer.is_floating_point() and buffer.numel():
             value = buffer.detach().abs().max().item()
+            if value in _LARGEST:
+                continue
             if value != value or 1e30 < value < math.inf or 0.0 < value < 1e-30:
                 yield _finding("SW434", name, value=value)
 

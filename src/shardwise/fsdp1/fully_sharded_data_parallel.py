@@ -21,6 +21,7 @@ from shardwise.fsdp1.units import PREFIX, Unit, WrongArgument, WrongUse, outer_u
 from shardwise.planning.plan import Plan
 from shardwise.sharding.full_params import find_slots, full_params, reshard
 from shardwise.sharding.hooks.gradients import step_in_backward, watch_zero_grad
+from shardwise.sharding.hooks.outside import OutsideUse
 from shardwise.sharding.hooks.parameter_writes import is_watched, watch_writes
 from shardwise.sharding.hooks.watching import watch_by_default
 from shardwise.sharding.inventory import local_part, local_tensor
@@ -178,6 +179,8 @@ class FullyShardedDataParallel(OptimizerStates):
         self.compute_device = initialising.find_device(device_id, device_mesh, module)  # pyrefly: ignore[read-only]
         self.mesh = initialising.find_mesh(given.strategy, process_group, device_mesh, self.compute_device.type)
         self._take_settings(given, use_orig_params)
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
         if auto_wrap_policy is not None:
             arguments["ignored_states"] = self._ignored_params
             initialising.auto_wrap(module, auto_wrap_policy, ignored, arguments, FullyShardedDataParallel)
@@ -264,6 +267,7 @@ class FullyShardedDataParallel(OptimizerStates):
             self._is_prepared = True
             fsdp1_units.cast_buffers(units_in(self))
             remember(self, ShardedState(plan=self.plan, mesh=self.mesh))
+            self.forward_hooks.outside = OutsideUse(compat.param_groups(self), ())
             step_in_backward(self)
             watch_zero_grad()
             watch_by_default(self)

@@ -27,8 +27,9 @@ from shardwise.planning.settings import dtype_name
 from shardwise.sharding.full_params import reshard
 from shardwise.sharding.hooks.forward_hooks import Casts, ForwardHooks
 from shardwise.sharding.hooks.graph_calls import watch_backward
+from shardwise.sharding.hooks.outside import OutsideUse
 from shardwise.sharding.inventory import broadcast_from_first
-from shardwise.sharding.registry import recover
+from shardwise.sharding.registry import abandon_pass, recover
 
 _SAID: set[str] = set()
 
@@ -486,7 +487,7 @@ def plan_of(root: Any) -> Plan:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in nn.Module.named_parameters(root, remove_duplicate=False):
         names.setdefault(parameter, []).append(clean_name(name))
-    paths = {module: clean_name(f"{path}.").rstrip(".") for path, module in root.named_modules()}
+    paths = {module: clean_name(path) for path, module in root.named_modules()}
     inner_first = sorted(units_in(root), key=lambda unit: paths[unit].count(".") + bool(paths[unit]), reverse=True)
     groups = [_group(unit, paths[unit], names, is_root=unit is root) for unit in inner_first]
     ignored = [parameter for parameter in names if not isinstance(parameter, DTensor)]
@@ -542,6 +543,7 @@ class UnitForwardHooks(ForwardHooks):
 
     def __init__(self, unit: Any) -> None:
         self.unit = unit
+        self.outside: OutsideUse | None = None  # of the root
         super().__init__(unit, unit, Casts(None, None))
         watch_backward()
         for group in compat.groups_of(unit):
@@ -566,7 +568,15 @@ class UnitForwardHooks(ForwardHooks):
         asked = asked or (precision.cast_forward_inputs and self.unit._has_params)
         asked = asked and not self.unit.is_full_precision
         self._call.casts = Casts(precision.param_dtype if asked else None, None)
-        return super().enter(args, kwargs)
+        if self.outside is None:
+            return super().enter(args, kwargs)
+        self.outside.end()
+        if compat.in_backward():
+            return super().enter(args, kwargs)
+        self.outside.reshard_used()
+        entered = super().enter(args, kwargs)
+        self.outside.begin_forward()
+        return entered
 
     def _choose_precision(self) -> None:
         """Compute in full precision in eval mode where `FSDP_USE_FULL_PREC_IN_EVAL` is set."""
@@ -584,11 +594,15 @@ class UnitForwardHooks(ForwardHooks):
             for group in compat.param_groups(self.module):
                 if compat.is_unsharded(group):
                     compat.reshard_group(group)
+        if self.outside is not None and not compat.in_backward():
+            self.outside.begin()
 
     def failed(self) -> None:
-        """Forget the step, so that the next one works."""
+        """Reshard, so that the next call works."""
+        if self.outside is not None:
+            self.outside.end()
         if self.is_root and not compat.in_backward():
-            recover(self.module)
+            abandon_pass(self.module)
 
     def _enter_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None if self.unit.is_summoned else super()._enter_call(module, args, kwargs)

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import compat
 from shardwise.errors import ConfigError, ShardError
 from shardwise.models import nested_tensors
+from shardwise.sharding.inventory import canonical_name
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = f"{WRAPPED}."
-_RECOMPUTED = "_checkpoint_wrapped_module."
 
 
 def clean_name(name: str) -> str:
     """A parameter's or buffer's name in the model that was wrapped."""
-    return name.replace(PREFIX, "").replace(_RECOMPUTED, "")
+    return canonical_name(name, (WRAPPED, "_checkpoint_wrapped_module"))
 
 
 class Unit(nn.Module):
@@ -37,6 +37,9 @@ class Unit(nn.Module):
     sharding_strategy: fsdp.ShardingStrategy
     mixed_precision: fsdp.MixedPrecision
     cpu_offload: fsdp.CPUOffload
+    backward_prefetch: fsdp.BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
     is_summoned: bool
     """It holds whole parameters now (`summon_full_params`)."""
     has_comm_hook: bool

@@ -175,6 +175,10 @@ class Plan:
     """How attention works on sequences divided over the context axis."""
     pipeline: tuple[ParallelModule, ...] = ()
     """Stages of the pipeline."""
+    activations: Literal["auto", "keep", "full", "selective", "offload", "every_n", "regions"] | float = "auto"
+    """Activation checkpointing of the blocks, as in `ShardConfig`."""
+    compile: str | bool = "auto"
+    """Whether blocks are compiled, as in `ShardConfig`."""
     reasons: tuple[str, ...] = ()
     """Decisions about the model as a whole."""
     warnings: tuple[str, ...] = ()

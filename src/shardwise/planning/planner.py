@@ -432,6 +432,8 @@ class Draft:
             tensor_parallel=self.tensor_parallel,
             expert_parallel=tuple(self.expert_parallel),
             context_parallel=self._context_parallel(groups),
+            activations=self.config.activations,
+            compile=self.config.compile,
             reasons=(compute.reason, *self.calls.notes),
             warnings=tuple(self._warnings(groups)),
         )

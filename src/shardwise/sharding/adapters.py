@@ -24,7 +24,7 @@ from shardwise.planning.groups import name_matcher
 from shardwise.planning.regions import called_linears, computes_linear, layer_sizes
 from shardwise.sharding.blocks import find_blocks, refuse_sharded
 from shardwise.sharding.full_params import gather_in_buckets, reshard
-from shardwise.sharding.inventory import class_name, local_part, local_tensor, unwrapped_name
+from shardwise.sharding.inventory import canonical_name, class_name, local_part, local_tensor
 from shardwise.sharding.nf4 import NF4Tensor, quantize_nf4, why_not_nf4
 from shardwise.sharding.registry import forget_parameters
 
@@ -245,7 +245,7 @@ def adapter_keys(model: nn.Module) -> dict[str, str]:
         model: With adapters of `add_lora`, or one of peft's, with adapters of any kind; sharded or not.
     """
     if (peft := _peft_model(model)) is not None:
-        names = {unwrapped_name(name): parameter.shape for name, parameter in model.named_parameters()}
+        names = {canonical_name(name): parameter.shape for name, parameter in model.named_parameters()}
         stand_ins = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
         stored = importlib.import_module("peft").get_peft_model_state_dict(
             peft, state_dict=stand_ins, save_embedding_layers=False
@@ -272,7 +272,7 @@ def without_adapters(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module,
 
 
 def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    return [(unwrapped_name(name), each) for name, each in model.named_modules() if isinstance(each, LoraLayer)]
+    return [(canonical_name(name), each) for name, each in model.named_modules() if isinstance(each, LoraLayer)]
 
 
 def peft_config(model: nn.Module) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def peft_config(model: nn.Module) -> dict[str, Any]:
 def _target_modules(model: nn.Module, paths: list[str]) -> list[str]:
     """The last parts of the layers' names, by which peft finds them; whole names where others end in these too."""
     ends = {path.rpartition(".")[2] for path in paths}
-    same = [unwrapped_name(name) for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
+    same = [canonical_name(name) for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
     return sorted(ends) if sorted(same) == sorted(paths) else sorted(paths)
 
 

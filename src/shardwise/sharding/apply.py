@@ -48,7 +48,7 @@ from shardwise.sharding.hooks.graph_calls import watch_backward
 from shardwise.sharding.hooks.outside import mend_operators
 from shardwise.sharding.hooks.parameter_writes import watch_writes
 from shardwise.sharding.hooks.watching import watch_by_default
-from shardwise.sharding.inventory import class_name, fingerprint, unwrapped_name
+from shardwise.sharding.inventory import canonical_name, class_name, fingerprint
 from shardwise.sharding.parallel.context_parallel import apply_context_parallel, replace_root_forward
 from shardwise.sharding.parallel.expert_parallel import divide_experts
 from shardwise.sharding.parallel.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
@@ -172,7 +172,8 @@ def shard(
         config: What to decide and how; the default decides everything.
         mesh: From `init_distributed`. Its device is where the shards will live.
         optimizers: Built earlier on this model's parameters.
-        plan: From `plan()`, to carry out as it is; computed here when absent.
+        plan: From `plan()`, to carry out as it is; computed here when absent. If `config` is given too, its
+            `activations` and `compile` are used.
         example_inputs: Arguments of `forward`, to observe real calls on fake tensors while planning.
 
     Raises:
@@ -192,8 +193,8 @@ def shard(
         check_fits(plan, model, mesh)
     if plan.float8:
         import_torchao()  # before anything is changed
-    if config is not None:
-        refuse_budget(config.activations, compiles=config.compile is True)
+    blocks = plan if config is None else config
+    refuse_budget(blocks.activations, compiles=blocks.compile is True)
     weights = agree_on_plan_and_weights(plan, model, mesh)
     if stages is not None and len(set(gather_objects(weights, group=stages.get_group()))) == 1:
         warnings.warn(
@@ -211,9 +212,9 @@ def shard(
         for module in plan.expert_parallel:
             if module.how:
                 divide_experts(model.get_submodule(module.fqn), experts)
-    if config is not None and config.activations not in ("auto", "keep"):
-        checkpoint_activations(model, config.activations, config=plan)
-    if config is not None and config.compile is True:
+    if blocks.activations not in ("auto", "keep"):
+        checkpoint_activations(model, blocks.activations, config=plan)
+    if blocks.compile is True:
         compile_blocks(model, config=plan)
     if plan.tensor_parallel:
         apply_tensor_parallel(model, plan.tensor_parallel, mesh)
@@ -232,7 +233,7 @@ def shard(
     remember(model, ShardedState(plan=plan, mesh=mesh))
     repoint(optimizers, remembered, model)
     for name, new in model.named_parameters():
-        if (old := replaced.get(unwrapped_name(name), new)) is not new:
+        if (old := replaced.get(canonical_name(name), new)) is not new:
             carry_over(old, new)
     watch_optimizers(model, dict.fromkeys(replaced.values()))
     watch_writes(model)

@@ -244,7 +244,7 @@ def _full_tensors(
     named: dict[torch.Tensor, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) or (include_buffers and isinstance(value, torch.Tensor)):
-            named.setdefault(value, inventory.unwrapped_name(name))
+            named.setdefault(value, inventory.canonical_name(name))
     keep = not rank0_only or _is_first_rank(named)
     pairs = ((name, tensor) for tensor, name in named.items())
     for name, full in gather_in_buckets(pairs, bucket_bytes=bucket_bytes, dtype=dtype, keep=keep):

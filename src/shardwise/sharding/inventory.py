@@ -443,11 +443,13 @@ def class_name(module: nn.Module) -> str:
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
-def unwrapped_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it: torch.compile, activation checkpointing, FSDP1."""
-    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+"""Components that torch.compile, activation checkpointing, FSDP1 and Lightning add to names."""
+
+
+def canonical_name(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
+    """The name without the components that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in wrappers) if "_" in name else name
 
 
 def meta_left_in(model: nn.Module) -> Iterable[str]:

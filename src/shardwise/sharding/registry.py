@@ -142,9 +142,14 @@ def recover(model: nn.Module) -> None:
                 fix="call recover(model) with the module whose call started the step",
             )
     for root in roots:
-        compat.reset_iteration(root)
+        abandon_pass(root)
     compat.clear_gradients(compat.param_groups(model), set(model.modules()), set_to_none=True)
     nn.Module.zero_grad(model)  # whatever the class makes of it
-    for module in model.modules():
+
+
+def abandon_pass(root: nn.Module) -> None:
+    """Reshard a root whose forward raised; gradients of earlier backward passes stay, as in one process."""
+    compat.reset_iteration(root)
+    for module in root.modules():
         for forget in module.__dict__.get(_NOTES, ()):
             forget()

@@ -20,7 +20,7 @@ from shardwise.distributed.agreement import gather_objects
 from shardwise.errors import ShardError, ShardwiseError
 from shardwise.models.nested_tensors import find_tensors
 from shardwise.sharding.hooks.outside import end_outside_use
-from shardwise.sharding.inventory import class_name, local_part, unwrapped_name
+from shardwise.sharding.inventory import canonical_name, class_name, local_part
 from shardwise.sharding.registry import sharded_roots, sharded_state
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -60,7 +60,7 @@ def _order_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 def _named_parameters() -> list[tuple[str, torch.Tensor]]:
     """Every parameter of every sharded model, in the order in which the models were sharded."""
     return [
-        (unwrapped_name(name), parameter)
+        (canonical_name(name), parameter)
         for root in sharded_roots()
         for name, parameter in nn.Module.named_parameters(root)
     ]
@@ -122,8 +122,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     known = (_num_watched, len(sharded_roots()), lists)
     examined, groups = _EXAMINED.get(optimizer, (None, []))
     if examined != known:
-        groups = _examine(optimizer)
-        _EXAMINED[optimizer] = (known, groups)
+        groups, is_complete = _examine(optimizer)
+        _EXAMINED[optimizer] = (known if is_complete else None, groups)
     for reference in groups:
         # A copy gathered before the step (model.unshard(), set_reshard_after_backward(False)) would hide the
         # updated shards from the next forward.
@@ -184,8 +184,11 @@ def optimizers_of(model: nn.Module) -> list[Optimizer]:
     return [each for each in list(_EXAMINED) if any(id(parameter) in parameters for parameter in _held(each))]
 
 
-def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
-    """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps."""
+def _examine(optimizer: Optimizer) -> tuple[list[weakref.ref[Any]], bool]:
+    """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps.
+
+    The second value is False if a parameter beside the model had no gradient yet, so that the next step looks again.
+    """
     adopt(optimizer)
     held = {id(parameter) for parameter in _held(optimizer)}
     stale = {id(p): _REPLACED[id(p)][2] for p in _held(optimizer) if _is_replaced(p)}
@@ -217,9 +220,7 @@ def _examine(optimizer: Optimizer) -> list[weakref.ref[Any]]:
     if owned:
         refuse_unsupported(optimizer)
         follow_names(optimizer)
-    if meshes:
-        _refuse_unaveraged(optimizer, meshes[0])
-    return owned
+    return owned, not meshes or _refuse_unaveraged(optimizer, meshes[0])
 
 
 _UNSUPPORTED = {
@@ -282,10 +283,10 @@ def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None
     if state is None or state.mesh.size() == 1:
         return
     outside = (*state.plan.replicated, *state.plan.ignored)
-    averaged = {unwrapped_name(name) for planned in outside for name in (planned.fqn, *planned.aliases)}
+    averaged = {canonical_name(name) for planned in outside for name in (planned.fqn, *planned.aliases)}
     for name, parameter in root.named_parameters():
         is_plain = id(parameter) in held and parameter.requires_grad and not isinstance(parameter, DTensor)
-        if is_plain and unwrapped_name(name) not in averaged:
+        if is_plain and canonical_name(name) not in averaged:
             raise ShardError(
                 f"{type(optimizer).__name__} holds {name!r}, which was added to {class_name(root)} after sharding",
                 where=name,
@@ -294,11 +295,14 @@ def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None
             )
 
 
-def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> None:
+def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
     """Raise if a parameter beside the sharded ones, of a wrapper or a criterion, has another gradient on each rank.
 
+    Returns:
+        Whether each of them has a gradient by now, and has been compared.
+
     Ranks:
-        Collective over the mesh, at the first step of an optimizer that holds such parameters.
+        Collective over the mesh, in the steps of an optimizer that holds such parameters, until it returns True.
     """
     of_models = {id(parameter) for root in sharded_roots() for parameter in root.parameters()}
     beside = [
@@ -308,9 +312,11 @@ def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> None:
         if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in of_models
     ]
     if not beside:
-        return
-    norms = [None if p.grad is None else p.grad.detach().abs().float().norm().item() for *_, p in beside]
-    ranks = gather_objects(norms, group=mesh)
+        return True
+    norms = {p: None if p.grad is None else p.grad.detach().abs().float().norm().item() for *_, p in beside}
+    # Ranks may list the same parameters in another order.
+    beside.sort(key=lambda each: (each[2].shape, _finite(norms[each[2]])))
+    ranks = gather_objects([norms[parameter] for *_, parameter in beside], group=mesh)
     for (number, index, parameter), *found in zip(beside, *ranks, strict=True):
         if not all(_is_near(each, found[0]) for each in found):
             raise ShardError(
@@ -321,6 +327,12 @@ def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> None:
                 fix="shard the module that has it, or the outermost module instead of a part; or average its gradient "
                 "over the ranks before the step",
             )
+    return not any(each is None for each in ranks[0])
+
+
+def _finite(norm: float | None) -> float:
+    """A number to sort by."""
+    return -1.0 if norm is None else norm if math.isfinite(norm) else math.inf
 
 
 def _is_near(norm: float | None, other: float | None) -> bool:

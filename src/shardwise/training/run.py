@@ -442,7 +442,8 @@ class TrainingRun:
             self.pipeline = self._open_pipeline()
             self.model = model = self.pipeline.model
         else:
-            shard(model, mesh=self.mesh, plan=examined.plan)
+            prepared = replace(self.config.shard, activations="keep", compile=False)  # by prepare_blocks
+            shard(model, prepared, mesh=self.mesh, plan=examined.plan)
         for stage, part in enumerate([model]) if self.pipeline is None else self.pipeline.models:
             # Initial weights do not depend on the number of ranks; those of pipeline stages differ.
             torch.manual_seed(config.seed + stage)

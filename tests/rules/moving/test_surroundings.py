@@ -631,3 +631,15 @@ def test_file_that_may_run_without_torch_does_not_import_it(late: str, changed: 
 def test_question_whether_the_class_could_be_imported_is_none_to_decide():
     _, findings = moved("model = FSDP(model)\nis_sharded = FSDP is not None and isinstance(model, FSDP)\n")
     assert not status_of(findings, "SW102")
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_told"), [("", True), (", use_orig_params=False", True), (", use_orig_params=True", False)]
+)
+def test_groups_by_names_of_parameters_are_told_unless_fsdp1_kept_the_names(setting: str, is_told: bool):
+    _, findings = moved(
+        f"model = FSDP(model{setting})\ndecay = [p for name, p in model.named_parameters() if 'bias' not in name]\n"
+        "optimizer = torch.optim.AdamW([{'params': decay, 'weight_decay': 0.1}])\n"
+    )
+    told = [finding.message for finding in findings if finding.code == "SW101"]
+    assert [("check optimizer groups" in message) for message in told] == [is_told]

@@ -1,14 +1,17 @@
 """A checkpoint is there or it is not: killed at any point, on a disk or in a store, the one before stays."""
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ChunkSpec, LocalChunk
@@ -29,7 +32,7 @@ from shardwise.checkpointing.formats.sharded import (
     write_rank_file,
 )
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.storage import Place, join, names_in
+from shardwise.checkpointing.storage import FileWriter, Place, exists, join, names_in
 from shardwise.errors import CheckpointError
 from tests.faults.kill_points import POINTS, watch
 from tests.sharded_checkpoints import write_checkpoint
@@ -235,23 +238,112 @@ def test_nothing_is_committed_that_is_not_stored_once(tmp_path: Path, starts: tu
     assert committed_steps(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["notes.txt", ".metadata"])
-def test_files_of_others_in_a_store_are_never_removed(name: str):
-    folder = f"memory://of-others/{name}-here"
-    with fsspec.open(f"{folder}/{name}", "wb") as file:
-        file.write(b"precious")
+@pytest.fixture
+def store() -> Iterator[str]:
+    """The URL of an empty store without rename."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+    yield "memory://bucket/run"
+    files.store.clear()
+
+
+def put(*places: str, data: bytes = b"precious") -> None:
+    for place in places:
+        with fsspec.open(place, "wb") as file:
+            file.write(data)
+
+
+OF_OTHERS = [
+    ["notes.txt"],
+    [".metadata"],
+    [".metadata", "__0_0.distcp"],  # of torch's own Distributed Checkpoint
+    [".metadata", "__0_0.distcp", "manifest.json"],
+]
+
+
+@pytest.mark.parametrize("names", OF_OTHERS, ids="+".join)
+def test_files_of_others_in_a_store_are_never_removed(store: str, names: list[str]):
+    folder = step_folder(store, 7)
+    put(*(join(folder, name) for name in names))
+    assert sweep(store) == []
+    assert committed_steps(store) == []
     with pytest.raises(CheckpointError, match="files that are not remains of an interrupted save"):
         begin_checkpoint(folder)
-    assert names_in(folder) == [name]
+    assert names_in(folder) == names
 
 
-@pytest.mark.parametrize("name", [file_name(3), ".metadata"])
-def test_what_an_interrupted_save_left_in_a_store_is_removed(name: str):
-    folder = step_folder("memory://interrupted", 7)
-    with fsspec.open(f"{folder}/{name}", "wb") as file:
-        file.write(b"half")
-    begin_checkpoint(folder)
-    assert names_in(folder) == []
+def test_what_others_add_to_an_interrupted_save_is_kept(store: str):
+    folder = save(store, 7, commit=False)
+    put(join(folder, "notes.txt"))
+    assert sweep(store) == []
+    assert "notes.txt" in names_in(folder)
+
+
+@pytest.mark.parametrize("names", [[], [file_name(3)], [file_name(0), ".metadata"]], ids="+".join)
+def test_what_an_interrupted_save_left_in_a_store_is_removed(store: str, names: list[str]):
+    folder = begin_checkpoint(step_folder(store, 7))
+    put(*(join(folder, name) for name in names), data=b"half")
+    save(store, 7, 2.0)
+    assert first_byte(folder) == 2
+    assert names_in(folder) == [".metadata", file_name(0), "manifest.json"]
+    begin_checkpoint(step_folder(store, 8))
+    assert sweep(store) == [step_folder(store, 8)]
+    assert names_in(store) == ["step-00000007"]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 33, 100, -1], ids=str)
+def test_a_half_written_manifest_in_a_store_is_no_commit(store: str, num_bytes: int, caplog: pytest.LogCaptureFixture):
+    save(store, 1)
+    folder = save(store, 2)
+    whole = fsspec.filesystem("memory").cat_file(join(folder, "manifest.json"))
+    put(join(folder, "manifest.json"), data=whole[:num_bytes])
+    assert committed_steps(store) == [1]
+    assert "step-00000002 is skipped: its manifest is incomplete" in caplog.text
+    save(store, 2, 3.0)
+    assert committed_steps(store) == [1, 2]
+    assert first_byte(folder) == 3
+
+
+def write_half(url: str, error: BaseException) -> None:
+    with FileWriter(url) as writer:
+        writer.append(b"half of it")
+        raise error
+
+
+@pytest.mark.parametrize("scheme", ["memory", "local"])
+def test_a_writer_that_fails_publishes_nothing(scheme: str, tmp_path: Path):
+    url = f"{scheme}://{tmp_path}/file"
+    with pytest.raises(OSError, match="lost"):
+        write_half(url, OSError("connection lost"))
+    assert not exists(url)
+
+
+class Uploads(AbstractBufferedFile):
+    """A file of a store that publishes what is uploaded when it is closed."""
+
+    done: ClassVar[list[str]] = []
+
+    def _initiate_upload(self) -> None:
+        self.done.append("begun")
+
+    def _upload_chunk(self, final: bool = False) -> None:
+        self.done.append("published" if final else "part")
+
+    def discard(self) -> None:
+        self.done.append("discarded")
+
+
+def test_a_writer_that_fails_discards_its_upload(store: str, monkeypatch: pytest.MonkeyPatch):
+    def opened(files: Any, path: str, *_: object) -> Uploads:
+        return Uploads(files, path, "wb", block_size=4)
+
+    monkeypatch.setattr(MemoryFileSystem, "open", opened)
+    monkeypatch.setattr(Uploads, "done", [])
+    with pytest.raises(KeyboardInterrupt):
+        write_half(f"{store}/file", KeyboardInterrupt())
+    gc.collect()
+    assert Uploads.done == ["begun", "part", "discarded"]
 
 
 def test_rewind_renames_later_checkpoints_and_loses_none(root: Place):

@@ -7,12 +7,12 @@ import pytest
 from shardwise.checkpointing.names import (
     KeyReport,
     Mismatch,
-    canonical_name,
     describe_problems,
     match_names,
     rename_with,
     suggest,
 )
+from shardwise.sharding.inventory import canonical_name
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ STATES: dict[str, Any] = {
     "numbers as keys": {"state": {0: {"x": ONE}, 1: {"x": TWO}}, "milestones": {30: 1}},
     "empty": {"a": {}, "b": [], "c": (), "d": None},
     "dots": {"a.b": 1, "a": {"c": 2}},
+    "types": OrderedDict(a=Counter({1: 2}), b=defaultdict(list, c=[ONE]), d=deque([1], 2)),
     "nothing": {},
 }
 
@@ -66,7 +68,9 @@ def test_from_paths_alone():
         nest({(): 5, ("a",): 6})
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 1}, [], None, {"call": "os.system"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor": 1}, [], None, {"call": "os.system"}, {"mapping": [], "type": "eval"}], ids=str
+)
 def test_damaged_layouts_are_refused(layout: Any):
-    with pytest.raises(CheckpointError, match="layout"):
+    with pytest.raises(CheckpointError, match="is not readable"):
         unflatten(layout, {})

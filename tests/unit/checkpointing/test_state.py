@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 
 from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
 from shardwise.checkpointing.state import RunObjects
+from shardwise.checkpointing.weights import save_weights
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.progress import NoProgress
 from shardwise.units import format_bytes
@@ -62,6 +66,34 @@ def test_schedules_go_on(tmp_path: Path, kind: str):
         step(model, optimizer)
         schedule.step()
         assert optimizer.param_groups[0]["lr"] == rates[number]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_a_restored_schedule_goes_to_an_epoch_like_the_saved_one(tmp_path: Path):
+    """MultiStepLR computes with the elements of its milestones, a Counter."""
+    model, optimizer = a_run()
+    schedule = lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model, optimizers=optimizer, schedule=schedule)
+        other, fresh = a_run()
+        restored = lr_scheduler.MultiStepLR(fresh, [2])
+        checkpointer.load(model=other, optimizers=fresh, schedule=restored)
+    for each, stepped in ((schedule, optimizer), (restored, fresh)):
+        stepped.step()
+        each.step(3)
+    assert repr(restored.state_dict()) == repr(schedule.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_mappings_of_other_types_as_dictionaries(tmp_path: Path):
+    model, extra = nn.Linear(1, 1), {"counts": Counter({1: 2}), "ordered": OrderedDict(a=1)}
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model, extra=extra)
+        found: dict[str, Any] = {"extra": {"counts": None, "ordered": {"a": None}}}
+        dcp.load(found, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+        checkpointer.load(model=model)
+    assert repr(found["extra"]) == "{'counts': {1: 2}, 'ordered': {'a': 1}}"
+    assert repr(checkpointer.extra) == repr(extra)
 
 
 def test_scaler_and_names_of_wrapped_models(tmp_path: Path):
@@ -260,3 +292,68 @@ def test_on_meta_there_is_nothing_to_save(tmp_path: Path):
         model, _ = a_run()
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError, match="meta device"):
         checkpointer.save(1, model=model)
+
+
+class Quantized(nn.Linear):
+    """Writes a table into its state dict that is not a buffer."""
+
+    table = torch.zeros(3)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "table"] = self.table
+
+
+class Renaming(nn.Linear):
+    """Writes its own weight under another name, and keeps extra state."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "kernel"] = destination.pop(prefix + "weight")
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def with_hook() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2))
+
+    def add(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        assert prefix + "0.weight" in state
+        state[prefix + "scale"] = 3.0
+
+    module.register_state_dict_post_hook(add)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(lambda: Quantized(2, 2), "table"), (with_hook, "scale")], ids=["own", "hook"]
+)
+def test_state_that_modules_write_themselves_is_refused(tmp_path: Path, make: Any, name: str):
+    model = nn.Sequential(nn.Linear(2, 2), make())
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        with pytest.raises(CheckpointError, match="neither parameters nor buffers") as caught:
+            checkpointer.save(1, model=model)
+        assert f"1 ({type(model[1]).__name__}): {name}" in caught.value.where
+        with pytest.raises(CheckpointError, match="neither parameters nor buffers"):
+            save_weights(model, tmp_path / "weights.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_frozen_modules_may_write_what_they_like_if_they_are_left_out(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(2, 2), Quantized(2, 2).requires_grad_(False))
+    with Checkpointer(tmp_path, asynchronous=False, trainable_only=True) as checkpointer:
+        checkpointer.save(1, model=model)
+        assert checkpointer.load(model=model) == 1
+
+
+def test_modules_that_rename_their_parameters_are_saved(tmp_path: Path):
+    model = nn.Sequential(Renaming(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model)
+        other = nn.Sequential(Renaming(2, 2), nn.Linear(2, 2))
+        checkpointer.load(model=other)
+    assert torch.equal(other[0].weight, model[0].weight)

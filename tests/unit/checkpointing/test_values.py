@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -54,12 +55,22 @@ def test_any_plain_value_survives(value: Any):
         float("inf"),
         2**200,
         {"$": "tuple", "of": [1]},
+        Counter({3: 2, "a": 1}),
+        Counter(),
+        OrderedDict(b=1, a=[Counter(x=1)]),
+        defaultdict(int, {"a": 1, (1, 2): 2}),
+        defaultdict(None, a=1),
+        defaultdict(list, a=[deque()]),
+        deque([1, "a"], maxlen=3),
+        deque([{"b": 1}]),
+        Path("runs/7"),
     ],
     ids=repr,
 )
 def test_kinds_survive(value: Any):
     found = there_and_back(value)
     assert (type(found), found) == (type(value), value)
+    assert repr(found) == repr(value)  # also of what is inside, with maxlen and default factory
     assert math.copysign(1, found) == math.copysign(1, value) if isinstance(value, float) else True
 
 
@@ -74,8 +85,11 @@ def test_arrays_survive(dtype: str):
 
 
 def test_subclasses_become_what_they_are_made_of():
-    assert there_and_back(Counter({3: 2})) == {3: 2}
-    assert there_and_back(OrderedDict(a=1)) == {"a": 1}
+    class Count(Counter[str]):
+        """A type of the program's own."""
+
+    plain = [there_and_back(value) for value in (Count(a=1), defaultdict(lambda: 0, a=1), namedtuple("P", "a")(1))]
+    assert repr(plain) == "[{'a': 1}, {'a': 1}, (1,)]"
     assert there_and_back(torch.torch_version.TorchVersion("2.13")) == "2.13"
 
 
@@ -110,9 +124,20 @@ def test_other_objects_are_refused_by_name(value: Any):
         {"$": "numpy.array", "dtype": "|O", "shape": [1], "of": "AAAAAAAAAAA="},
         {"$": "numpy.array", "dtype": "<f4", "shape": [9], "of": "AAAA"},
         {"$": "bytes"},
+        {"$": "mapping", "of": [], "type": "eval"},
+        {"$": "mapping", "of": [], "type": "defaultdict", "factory": "exec"},
+        {"$": "mapping", "of": [], "type": ["Counter"]},
+        {"$": "deque", "of": [1]},
+        {"$": "path", "of": 1},
     ],
     ids=str,
 )
 def test_damaged_encodings_are_refused(encoded: Any):
     with pytest.raises(CheckpointError, match="not readable"):
         decode_value(encoded)
+
+
+def test_mappings_that_earlier_versions_stored_are_dictionaries():
+    assert decode_value({"$": "mapping", "of": [[3, 2]]}) == {3: 2}
+    assert encode_value({3: 2}) == {"$": "mapping", "of": [[3, 2]]}
+    assert encode_value({"a": 1}) == {"a": 1}

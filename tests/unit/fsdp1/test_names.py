@@ -68,3 +68,4 @@ def test_every_public_method_takes_fsdp1s_arguments(method: str):
 def test_names_lose_what_wrapping_added():
     name = "_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module._checkpoint_wrapped_module.up.weight"
     assert clean_name(name) == "blocks.0.up.weight"
+    assert clean_name("my_fsdp_wrapped_module.weight") == "my_fsdp_wrapped_module.weight"

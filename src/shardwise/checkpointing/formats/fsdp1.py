@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.checkpointing import contents as checkpoint_contents
 from shardwise.checkpointing import storage
 from shardwise.checkpointing.contents import ITEM_BYTES, Contents, KeyPath, StoredChunk, StoredTensor, sizes_of
-from shardwise.checkpointing.names import canonical_name
 from shardwise.errors import CheckpointError
+from shardwise.sharding.inventory import canonical_name
 
 if TYPE_CHECKING:
     import torch

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -37,13 +38,18 @@ METADATA_NAME, MANIFEST_NAME = ".metadata", "manifest.json"
 FORMAT, VERSION = "shardwise-sharded", 1
 _MAX_BYTES = 1 << 30
 _DAMAGED = "the checkpoint's manifest is damaged"
+_log = logging.getLogger("shardwise.checkpointing")
+_START = b'{"checksum": "'
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
+_FIRST_LINE_BYTES = 33
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DCP_VERSION = "1.0.0"
 _STEP = re.compile(r"step-(\d{8,})")
 _DATA_FILE = re.compile(r"__\d+_0\.distcp")
 _REWOUND = re.compile(r"rewound-(\d{8,})")
 _PARTIAL, _REMOVING, _ABANDONED = ".partial", ".removing", ".abandoned"
+_MARK = ".unfinished"
+"""In an object store, where a checkpoint has its final name from the start: it is being written or removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,20 +360,27 @@ def begin_checkpoint(folder: storage.Place) -> storage.Place:
             why="a committed checkpoint is never overwritten",
             fix="save under another step or into another folder, or remove this one",
         )
+    if isinstance(folder, str) and (names := storage.names_in(folder)) and not _is_unfinished(folder):
+        raise CheckpointError(
+            f"there are files that are not remains of an interrupted save: {listed(names)}",
+            where=folder,
+            why="a save removes only the remains of an interrupted save",
+            fix="choose an empty folder, or remove the files",
+        )
+    discard_partial(folder)
     partial = partial_of(folder)
-    if isinstance(folder, str):  # a URL, which is its own partial folder: others may keep something there
-        ours = {METADATA_NAME} if _STEP.fullmatch(storage.split(folder)[1]) else set()
-        others = [name for name in storage.names_in(folder) if name not in ours and not _DATA_FILE.fullmatch(name)]
-        if others:
-            raise CheckpointError(
-                f"there are files that are not remains of an interrupted save: {listed(others)}",
-                where=folder,
-                why="a save removes only the remains of an interrupted save",
-                fix="choose an empty folder, or remove the files",
-            )
-    storage.remove_tree(partial)  # left over from a save that was interrupted
     storage.make_folder(partial)
+    if isinstance(folder, str):
+        storage.write_small(storage.join(folder, _MARK), b"")
     return partial
+
+
+def discard_partial(folder: storage.Place) -> None:
+    """Remove what a save that failed or was interrupted has written of the checkpoint; on rank 0."""
+    if isinstance(folder, Path):
+        storage.remove_tree(partial_of(folder))
+    elif not is_committed(folder) and _is_unfinished(folder):
+        _remove_marked(folder)
 
 
 def commit_checkpoint(
@@ -381,6 +394,7 @@ def commit_checkpoint(
     storage.write_small(storage.join(partial, METADATA_NAME), metadata, fsync=fsync)
     storage.write_small(storage.join(partial, MANIFEST_NAME), manifest, fsync=fsync)
     if isinstance(folder, str) or isinstance(partial, str):
+        storage.remove_tree(storage.join(partial, _MARK))
         return
     if fsync:
         storage.sync_folder(partial)
@@ -394,9 +408,40 @@ def commit_checkpoint(
 
 def is_committed(folder: storage.Place) -> bool:
     """Whether the path is a committed sharded checkpoint."""
-    if storage.split(folder)[1].endswith((_PARTIAL, _REMOVING)):
+    if isinstance(folder, str):
+        return _manifest_state(folder) == "complete"
+    if folder.name.endswith((_PARTIAL, _REMOVING)):
         return False
-    return storage.size_of(storage.join(folder, MANIFEST_NAME)) is not None
+    return storage.size_of(folder / MANIFEST_NAME) is not None
+
+
+def _manifest_state(folder: str) -> Literal["complete", "incomplete", "absent"]:
+    """Whether a manifest in an object store was written to its end: its two lines end in its only newlines."""
+    path = storage.join(folder, MANIFEST_NAME)
+    size = storage.size_of(path)
+    if size is None:
+        return "absent"
+    with storage.FileReader(path) as reader:
+        head = reader.read(0, min(size, _FIRST_LINE_BYTES))
+        end = reader.read(size - 1, 1) if size > _FIRST_LINE_BYTES else b""
+    if _FIRST_LINE.match(head) and end == b"\n":
+        return "complete"
+    return "incomplete" if _START.startswith(head[: len(_START)]) else "absent"  # another program's file
+
+
+def _is_unfinished(folder: str) -> bool:
+    """Whether everything in this folder of an object store is from an interrupted save or removal."""
+    names = storage.names_in(folder)
+    is_ours = _MARK in names or _manifest_state(folder) == "incomplete"
+    return is_ours and all(
+        name in (_MARK, METADATA_NAME, MANIFEST_NAME) or _DATA_FILE.fullmatch(name) for name in names
+    )
+
+
+def _remove_marked(folder: str) -> None:
+    """Remove a folder of an object store, the mark last, so that an interruption leaves it marked."""
+    storage.remove_files(folder, [name for name in storage.names_in(folder) if name != _MARK])
+    storage.remove_tree(folder)
 
 
 def committed_steps(root: str | storage.Place) -> list[int]:
@@ -404,7 +449,14 @@ def committed_steps(root: str | storage.Place) -> list[int]:
     root = storage.place(root)
     names = storage.names_in(root)
     last = min(_matched(_REWOUND, names), default=math.inf)
-    return sorted(step for step in _matched(_STEP, names) if step <= last and is_committed(step_folder(root, step)))
+    committed = []
+    for step in sorted(step for step in _matched(_STEP, names) if step <= last):
+        folder = step_folder(root, step)
+        if is_committed(folder):
+            committed.append(step)
+        elif isinstance(folder, str) and _manifest_state(folder) == "incomplete":
+            _log.warning("%s is skipped: its manifest is incomplete, so its save was interrupted", folder)
+    return committed
 
 
 def rewind(root: storage.Place, step: int) -> list[storage.Place]:
@@ -445,8 +497,10 @@ def _matched(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
 def remove_checkpoint(folder: storage.Place) -> None:
     """Remove a checkpoint atomically; on rank 0."""
     if isinstance(folder, str):
-        storage.remove_tree(storage.join(folder, MANIFEST_NAME))
-        storage.remove_tree(folder)
+        if storage.names_in(folder):
+            storage.write_small(storage.join(folder, _MARK), b"")
+            storage.remove_tree(storage.join(folder, MANIFEST_NAME))
+            _remove_marked(folder)
     else:
         retired = folder.with_name(folder.name + _REMOVING)
         storage.remove_tree(retired)
@@ -459,13 +513,16 @@ def sweep(root: str | storage.Place) -> list[storage.Place]:
     """Remove and return the remains of interrupted saves and removals under `root`; on rank 0, while no save runs."""
     root = storage.place(root)
     finish_rewind(root)
-    leftovers = []
+    removed = []
     for name in storage.names_in(root):
-        bare = name.removesuffix(_PARTIAL).removesuffix(_REMOVING)
+        place, bare = storage.join(root, name), name.removesuffix(_PARTIAL).removesuffix(_REMOVING)
         if _STEP.fullmatch(bare) is None:
             continue
-        if bare != name or (isinstance(root, str) and not is_committed(storage.join(root, name))):
-            leftovers.append(storage.join(root, name))
-    for leftover in leftovers:
-        storage.remove_tree(leftover)
-    return leftovers
+        if bare != name and isinstance(place, Path):
+            storage.remove_tree(place)
+        elif isinstance(place, str) and not is_committed(place) and _is_unfinished(place):
+            _remove_marked(place)
+        else:
+            continue
+        removed.append(place)
+    return removed

@@ -6,7 +6,9 @@ import base64
 import enum
 import math
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from shardwise.checkpointing.contents import KeyPath
@@ -14,6 +16,11 @@ from shardwise.errors import CheckpointError
 
 _TAG = "$"
 """The key that marks a value JSON has no form for; `{"$": "tuple", "of": [1, 2]}`."""
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, deque, Counter, OrderedDict)
+}
+"""Default factories of a defaultdict that are stored, by name."""
 _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -26,10 +33,11 @@ def encode_value(value: object, where: str = "") -> Any:
     if type(value) is list:
         return [encode_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        if all(type(key) is str for key in value) and _TAG not in value:
+        kind = mapping_type(value)
+        if not kind and all(type(key) is str for key in value) and _TAG not in value:
             return {key: encode_value(item, f"{where}.{key}") for key, item in value.items()}
         pairs = [[encode_value(key, where), encode_value(item, f"{where}.{key}")] for key, item in value.items()]
-        return {_TAG: "mapping", "of": pairs}
+        return {_TAG: "mapping", "of": pairs, **kind}
     if type(value).__name__ == "Size" and type(value).__module__ == "torch":
         return {_TAG: "torch.Size", "of": list(value)}  # pyrefly: ignore[bad-argument-type]
     if isinstance(value, tuple | set | frozenset):
@@ -37,6 +45,11 @@ def encode_value(value: object, where: str = "") -> Any:
         if isinstance(value, tuple):
             return {_TAG: "tuple", "of": items}
         return {_TAG: "set" if isinstance(value, set) else "frozenset", "of": sorted(items, key=repr)}
+    if type(value) is deque:
+        items = [encode_value(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return {_TAG: "deque", "of": items, "maxlen": value.maxlen}
+    if isinstance(value, Path):
+        return {_TAG: "path", "of": str(value)}
     if isinstance(value, bytes | bytearray):
         return {_TAG: "bytes", "of": base64.b64encode(value).decode()}
     if isinstance(value, complex):
@@ -45,6 +58,35 @@ def encode_value(value: object, where: str = "") -> Any:
         if isinstance(value, kind) and not isinstance(value, enum.Enum):  # a subclass of a plain one
             return encode_value(kind(value), where)
     return _encode_foreign(value, where)
+
+
+def mapping_type(value: Mapping[Any, Any]) -> dict[str, Any]:
+    """The type of a standard mapping other than dict, in terms of JSON; empty for other types, stored as a dict."""
+    kind = type(value)
+    if kind in (Counter, OrderedDict):
+        return {"type": kind.__name__}
+    if isinstance(value, defaultdict) and kind is defaultdict:
+        factory = value.default_factory
+        name = getattr(factory, "__name__", None)
+        if factory is None or _FACTORIES.get(name or "") is factory:
+            return {"type": "defaultdict", "factory": name}
+    return {}
+
+
+def typed_mapping(encoded: Mapping[str, Any], items: dict[Any, Any]) -> Any:
+    """The items as a mapping of the type that `mapping_type` stored in `encoded`."""
+    match encoded.get("type"), encoded.get("factory"):
+        case None, None:
+            return items
+        case "Counter", None:
+            return Counter(items)
+        case "OrderedDict", None:
+            return OrderedDict(items)
+        case "defaultdict", None:
+            return defaultdict(None, items)
+        case "defaultdict", str(name) if name in _FACTORIES:
+            return defaultdict(_FACTORIES[name], items)
+    raise unreadable_value(encoded)
 
 
 def decode_value(encoded: Any) -> Any:
@@ -123,7 +165,11 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "frozenset": lambda encoded: frozenset(decode_value(item) for item in encoded["of"]),
     "bytes": lambda encoded: base64.b64decode(encoded["of"]),
     "complex": lambda encoded: complex(*(decode_value(part) for part in encoded["of"])),
-    "mapping": lambda encoded: {decode_value(key): decode_value(item) for key, item in encoded["of"]},
+    "mapping": lambda encoded: typed_mapping(
+        encoded, {decode_value(key): decode_value(item) for key, item in encoded["of"]}
+    ),
+    "deque": lambda encoded: deque(map(decode_value, encoded["of"]), encoded["maxlen"]),
+    "path": lambda encoded: Path(encoded["of"]),
     "numpy.array": _decode_numpy,
     "numpy.scalar": _decode_numpy,
     "torch.dtype": _decode_torch,

@@ -10,6 +10,7 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -189,6 +190,7 @@ class _Pickler(_PythonPickler):
     }
     dispatch |= {Global: _save_global, Call: _save_call, Instance: _save_instance}
     dispatch |= {bytes: _save_bytes, set: _save_set}
+    dispatch |= dict.fromkeys((Counter, OrderedDict, defaultdict), _PythonPickler.dispatch[dict])  # as dictionaries
 
 
 _PREFIX = "archive/"

@@ -219,6 +219,12 @@ def marked_parameters(program: Program) -> bool:
     )
 
 
+@once
+def groups_by_name(program: Program) -> bool:
+    """Whether a file chooses weight decay by the names of parameters, which FSDP1 replaces by flat ones."""
+    return any(program.files(lambda text: "weight_decay" in text and "named_parameters" in text))
+
+
 def _is_mark(context: FileContext, node: ast.Attribute | ast.Call) -> bool:
     match node:
         case ast.Call(func=ast.Name(id="setattr"), args=[owner, _, _]):

@@ -10,7 +10,7 @@ from shardwise.config.fsdp1_names import NOT_NEEDED
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.constructors import CODE, Options, Wrap, are_nested, moved_text
 from shardwise.fsdp1.codemod.draft import FEATURES, KEEP_FSDP1_API, Blocked, FileDraft
-from shardwise.fsdp1.codemod.order import kept_optimizers, marked_parameters, may_come_late
+from shardwise.fsdp1.codemod.order import groups_by_name, kept_optimizers, marked_parameters, may_come_late
 from shardwise.fsdp1.codemod.program import (
     ENABLE_WRAP,
     WRAP,
@@ -234,7 +234,8 @@ def _drop_what_is_gone(wrap: Wrap) -> None:
     """Drop arguments that FSDP2 does not have because it needs none."""
     for name, defaults in _DEFAULTS.items():
         value = wrap.value(name)
-        if value is not None and not wrap.draft.source(value).endswith(defaults):
+        is_told = value is not None and not wrap.draft.source(value).endswith(defaults)
+        if is_told or (name == "use_orig_params" and value is None and groups_by_name(wrap.draft.program)):
             wrap.dropped.append(f"{name}: {NOT_NEEDED[name]}")
     wrap.drop("limit_all_gathers", *_DEFAULTS)
 

@@ -17,7 +17,7 @@ from shardwise.sharding.hooks.error_notes import annotate
 from shardwise.sharding.hooks.graph_calls import GroupCall, graph_calls
 from shardwise.sharding.hooks.outside import OutsideUse
 from shardwise.sharding.hooks.parameter_writes import LocalValue, is_of_group, keep_assigned
-from shardwise.sharding.registry import recover
+from shardwise.sharding.registry import abandon_pass, recover
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -390,11 +390,11 @@ class RootForwardHooks(ForwardHooks):
             self.outside.begin()
 
     def failed(self) -> None:
-        """Forget the step, so that the next one works."""
+        """Reshard, so that the next call works."""
         self.outside.end()
         self.replicated.restore()
         if not compat.in_backward():
-            recover(self.module)
+            abandon_pass(self.module)
 
 
 def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -293,10 +293,41 @@ def _refuse_export(tensor: DTensor, name: str, *_: Any, **__: Any) -> None:
 
 
 def _item(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """`norm.item()`: torch returns this rank's part of a sum that is still to be reduced."""
+    """Return a reduced value, which torch does not: `.item()` of a norm or a sum is this rank's term.
+
+    Some programs sum the terms over ranks themselves, others do not, and some call it on one rank only. Code of torch,
+    such as its optimizers, calls it on all ranks and means the full value.
+
+    Ranks:
+        Collective where the value is sharded or partial.
+    """
     tensor = args[0]
-    is_whole = all(placement.is_replicate() for placement in tensor.placements)
-    return plain() if is_whole else tensor.full_tensor().item()
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return plain()
+    kinds = [placement for placement in tensor.placements if placement.is_partial()]
+    is_term = (
+        any(kind.is_partial("sum") or "Norm" in type(kind).__name__ for kind in kinds) and tensor.dtype != torch.bool
+    )
+    if is_term and not _is_asked_by_torch():
+        raise ShardError(
+            ".item() of a norm or a sum over a sharded tensor",
+            where=users_line(),
+            why="each rank has a term of it; code that all-reduces the result needs that, other code the full value",
+            fix="call .full_tensor().item() on all ranks, and do not all-reduce the result; sw.clip_grad_norm_ returns "
+            "the norm of all gradients",
+        )
+    return tensor.full_tensor().item()
+
+
+def _is_asked_by_torch() -> bool:
+    """Whether the first caller beside DTensor's own code is a module of torch."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("shardwise.", "torch.distributed.tensor", "torch._")):
+            return name.startswith("torch.")
+        frame = frame.f_back
+    return False
 
 
 def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from shardwise.distributed.agreement import agree_on, gather_objects
 from shardwise.distributed.collective_trace import CollectiveKind, GroupNames, encode, open_traces
 from shardwise.distributed.tracer import CollectiveTracer
 from shardwise.errors import ShardError
-from shardwise.sharding.inventory import class_name, unwrapped_name
+from shardwise.sharding.inventory import canonical_name, class_name
 from shardwise.sharding.repointing import around_steps
 
 _ATTRIBUTE = "_shardwise_watch"
@@ -77,7 +77,7 @@ def watch(
     """
     if (earlier := model.__dict__.get(_ATTRIBUTE)) is not None:
         earlier.stop()
-    groups = {unwrapped_name(name): group for name, group in compat.named_groups(model).items()}
+    groups = {canonical_name(name): group for name, group in compat.named_groups(model).items()}
     tracers: dict[tuple[int, ...], CollectiveTracer] = {}
     numbers: dict[CollectiveTracer, list[int]] = {}
     abort = compat.aborter(list(groups.values()))
