@@ -122,8 +122,8 @@ def test_disk_that_fills_up(rank: int, tmp_path: Path, full_rank: int):
         checkpointer.save(1, **run.parts)
         before = everything(run)
         run.train(1)
-        large = {"of each rank": torch.full((1 << 19,), float(rank))}  # the ranks' own store is a file, too
-        with limited_files(1 << 20 if rank == full_rank else 1 << 30), pytest.raises(CheckpointError) as caught:
+        large = {"of each rank": torch.full((1 << 23,), float(rank))}  # the store of the ranks is a file, too
+        with limited_files(1 << 24 if rank == full_rank else 1 << 30), pytest.raises(CheckpointError) as caught:
             checkpointer.save(2, **run.parts, extra=large)
         assert f"__{full_rank}_0.distcp" in caught.value.where
         assert os.listdir(tmp_path) == ["step-00000001"]
