@@ -10,11 +10,17 @@ from packaging.version import Version
 
 from shardwise.explaining import explain
 from tests.distributed.provoked import PROVOKED
-from tests.ranks import ranks
+from tests.ranks import ranks, shut_down_pools
 
 # Older torch does not notice the tie; a build with CUDA says something else without a driver.
 ABSENT = {"SW522"} if Version(torch.__version__) < Version("2.13") else set()
 ABSENT |= {"SW545"} if torch.version.cuda else set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_with_plain_torch() -> None:
+    """Start new ranks: `shard` changes operators of DTensors in the whole process."""
+    shut_down_pools()
 
 
 @pytest.mark.parametrize("code", sorted(PROVOKED.keys() - ABSENT))

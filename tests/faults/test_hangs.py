@@ -50,7 +50,7 @@ def test_ranks_that_agree_give_nothing(tmp_path: Path):
 
 
 def test_a_folder_without_dumps_says_how_to_make_them(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no dumps"):
+    with pytest.raises(ConfigError, match="no flight recorder dumps"):
         explain_hang(tmp_path)
 
 

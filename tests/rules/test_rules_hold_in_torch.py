@@ -17,10 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from shardwise.training.step import token_mean
-from tests.ranks import ranks
+from tests.ranks import ranks, shut_down_pools
 
 ONES = torch.ones(2, 8)
 MIXED = r"mixed torch\.Tensor and DTensor"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_with_plain_torch() -> None:
+    """Start new ranks: `shard` changes operators of DTensors in the whole process."""
+    shut_down_pools()
 
 
 class Gated(nn.Module):
