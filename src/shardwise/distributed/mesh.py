@@ -1,6 +1,8 @@
 """Process group and device mesh."""
 
+import atexit
 import socket
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -117,6 +119,7 @@ def draw_mesh(mesh: DeviceMesh | MeshConfig) -> str:
 
 
 _LATEST = "latest"
+_EXIT_S = 0.2
 _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
 """By process group: its meshes by device and sizes, since each new mesh makes process groups; and the latest one."""
 
@@ -370,7 +373,15 @@ def _meshes() -> dict[object, DeviceMesh]:
         return {}
     if world not in _MESHES:
         forget_meshes()  # those of a group that is gone
+        atexit.unregister(_finish_collectives)
+        atexit.register(_finish_collectives)
     return _MESHES.setdefault(world, {})
+
+
+def _finish_collectives() -> None:
+    """Wait a moment, at exit: a gloo thread that releases a tensor while the interpreter shuts down aborts the process."""
+    if dist.is_initialized() and dist.get_world_size() > 1 and "gloo" in str(dist.get_backend_config()):
+        time.sleep(_EXIT_S)
 
 
 def latest_mesh() -> DeviceMesh | None:

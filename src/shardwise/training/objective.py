@@ -110,14 +110,14 @@ class Vocabulary:
             Collective. Two all-reduces, of one and of two numbers a row.
         """
         wide = logits.to(torch.promote_types(torch.float32, logits.dtype))
-        is_learnt, local = (targets != IGNORED)[:, None], (targets - self._first)[:, None]
-        is_wanted = torch.arange(logits.shape[-1], device=logits.device) == local
+        is_learnt, weights = _weights(targets, self.size)
+        is_wanted = torch.arange(logits.shape[-1], device=logits.device) == (targets - self._first)[:, None]
         largest = wide.amax(-1, keepdim=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         sums = torch.stack([torch.exp(wide - largest).sum(-1), wide.where(is_wanted, 0.0).sum(-1)])
         dist.all_reduce(sums, group=self._group)
         normaliser = sums[0].log()[:, None] + largest
-        loss = torch.where(is_learnt, normaliser - sums[1][:, None], 0.0).sum()
+        loss = torch.where(is_learnt, (normaliser - sums[1][:, None]) * weights, 0.0).sum()
         gradient = torch.where(is_learnt, torch.exp(wide - normaliser) - is_wanted.to(wide.dtype), 0.0)
         return loss, gradient.to(logits.dtype)
 
@@ -190,13 +190,30 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor, *, added: bool) -> None:
 def _cross_entropy_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss of some rows and its gradient, in the dtype of the logits."""
     wide = logits.to(torch.promote_types(torch.float32, logits.dtype))
-    is_learnt = (targets != IGNORED)[:, None]
-    wanted = targets.clamp_min(0)[:, None]
+    is_learnt, weights = _weights(targets, logits.shape[-1])
+    wanted = targets.clamp(0, logits.shape[-1] - 1)[:, None]
     normaliser = torch.logsumexp(wide, -1, keepdim=True)
-    loss = torch.where(is_learnt, normaliser - wide.gather(-1, wanted), 0.0).sum()
+    loss = torch.where(is_learnt, (normaliser - wide.gather(-1, wanted)) * weights, 0.0).sum()
     is_wanted = torch.arange(logits.shape[-1], device=logits.device) == wanted
     gradient = torch.where(is_learnt, torch.exp(wide - normaliser) - is_wanted.to(wide.dtype), 0.0)
     return loss, gradient.to(logits.dtype)
+
+
+def _weights(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return which rows are learnt, and a factor of their losses: NaN for a label that has no logit."""
+    is_outside = (targets < 0) | (targets >= vocab_size)
+    return (targets != IGNORED)[:, None], torch.where(is_outside, torch.nan, 1.0)[:, None]
+
+
+def _check_labels(labels: Tensor, vocab_size: int) -> None:
+    """Raise a ConfigError for labels that have no logit and are not -100; reads them from the device."""
+    if outside := labels[((labels < 0) & (labels != IGNORED)) | (labels >= vocab_size)].tolist():
+        raise ConfigError(
+            f"the batch has the label {outside[0]}, and the model has logits for 0 to {vocab_size - 1}",
+            where="data.source: labels",
+            why=f"a label is a token, or {IGNORED} where nothing is learnt",
+            fix=f"replace it in the data: labels.masked_fill(labels == {outside[0]}, {IGNORED})",
+        )
 
 
 @functools.cache
@@ -256,6 +273,8 @@ class Objective:
     ) -> Tensor:
         if self._head is not None:
             is_tried, self._is_tried = self._is_tried, True
+            if not is_tried or labels.device.type == "cpu":  # later labels on a GPU make the loss NaN
+                _check_labels(labels, self._head.weight.shape[0])
             before = None if is_tried else volatile_state(model)
             loss, chunked = None, ChunkedLoss(self._head, labels)
             try:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError
-from shardwise.training.objective import Objective
+from shardwise.training.objective import Objective, _cross_entropy_and_gradient
 
 BATCH = {
     "input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]),
@@ -105,3 +105,30 @@ def test_no_token_at_all_is_a_loss_of_nothing():
 def test_absent_callable_is_refused():
     with pytest.raises(ConfigError, match="there is no module"):
         Objective(Model(), "nowhere.at_all:loss")
+
+
+class WithHead(Model):
+    """Logits by a plain matrix: the loss is computed chunk by chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.table(tokens))
+
+
+@pytest.mark.parametrize("label", [-1, -200, 8])
+def test_labels_without_a_logit_are_refused(label: int):
+    model = WithHead()
+    objective = Objective(model)
+    batch = {**BATCH, "labels": BATCH["labels"].masked_fill(BATCH["labels"] == 5, label)}
+    with pytest.raises(ConfigError, match=f"the label {label}, and the model has logits for 0 to 7"):
+        objective(model, batch)
+
+
+@pytest.mark.parametrize("label", [-1, 8])
+def test_labels_without_a_logit_are_never_learnt_as_another_token(label: int):
+    logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    assert _cross_entropy_and_gradient(logits, torch.tensor([3, label]))[0].isnan()
+    assert _cross_entropy_and_gradient(logits, torch.tensor([3, -100]))[0].isfinite()
