@@ -1,5 +1,9 @@
 """init_distributed(): one process or many, the same path, and a message for what does not fit."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -256,3 +260,37 @@ def test_ranks_with_other_tokens_or_layers_draw_other_random_numbers(rank: int):
         streams = gather_objects(random_stream(make_mesh(MeshConfig(shard=2, device="cpu", **sizes))))
         assert sorted(streams) == [0, 1, 2, 3]
     assert gather_objects(random_stream(make_mesh(MeshConfig(shard=2, tensor=2, device="cpu")))) == [0, 0, 1, 1]
+
+
+LEAVING = """
+import atexit, sys
+import torch, torch.distributed as dist
+import shardwise as sw
+
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+store, row = dist.distributed_c10d._get_default_store(), torch.ones(2)
+if rank == 0:
+    sw.init_distributed()
+    store.wait(["leaving"])
+    dist.broadcast(row, 0)
+    dist.destroy_process_group()
+else:
+    atexit.register(lambda: print("done" if work.is_completed() else "pending"))  # runs last
+    sw.init_distributed()
+    work = dist.broadcast(row, 0, async_op=True)
+    atexit.register(lambda: store.set("leaving", ""))  # runs first
+"""
+
+
+def test_collectives_of_the_last_moment_end_before_the_interpreter_shuts_down(tmp_path: Path):
+    """A gloo thread that ends one later aborts the process: `terminate called without an active exception`."""
+
+    def leave(attempt: int) -> str:
+        command = [sys.executable, "-c", LEAVING, str(tmp_path / str(attempt))]
+        with subprocess.Popen([*command, "0"]) as other:
+            printed = subprocess.run([*command, "1"], stdout=subprocess.PIPE, text=True, timeout=60).stdout
+        return printed + str(other.returncode)
+
+    # A busy machine may hold up the other rank for longer than the process waits.
+    assert any(leave(attempt) == "done\n0" for attempt in range(3))
