@@ -61,7 +61,7 @@ def _explain_dumps(folder: Path, format: Format) -> None:
 
 def _text_of(target: str) -> str:
     from shardwise.errors import ConfigError
-    from shardwise.explaining.error_pages import catalogue
+    from shardwise.explaining.answer import catalogue
 
     if target == "-":
         return sys.stdin.buffer.read().decode("utf-8", errors="replace")  # a log may hold anything

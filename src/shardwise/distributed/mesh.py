@@ -379,7 +379,7 @@ def _meshes() -> dict[object, DeviceMesh]:
 
 
 def _finish_collectives() -> None:
-    """Wait a moment, at exit: a gloo thread that releases a tensor while the interpreter shuts down aborts the process."""
+    """Wait a moment, at exit: a gloo thread that releases a tensor during interpreter shutdown aborts the process."""
     if dist.is_initialized() and dist.get_world_size() > 1 and "gloo" in str(dist.get_backend_config()):
         time.sleep(_EXIT_S)
 

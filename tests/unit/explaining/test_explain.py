@@ -11,7 +11,7 @@ import torch
 
 from shardwise.errors import CheckpointError
 from shardwise.explaining import explain
-from shardwise.explaining.error_pages import catalogue
+from shardwise.explaining.answer import catalogue
 
 # Messages as torch, accelerate and the launcher print them, one indented block a code.
 BLOCK = re.compile(r"^(?P<code>SW\d{3})\n(?P<text>(?:    .*\n)+)", re.MULTILINE)
