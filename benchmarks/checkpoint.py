@@ -2,7 +2,7 @@
 
 python -m benchmarks.checkpoint                        1, 2 and 4 gloo ranks on this machine's CPU, 1.07 GB
 python -m benchmarks.checkpoint --device cuda          one GPU
-python -m benchmarks.checkpoint --only async           what a save costs the training that goes on
+python -m benchmarks.checkpoint --only async           what a save costs the training that continues
 """
 
 import shutil

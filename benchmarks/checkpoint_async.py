@@ -1,4 +1,4 @@
-"""What a save in the background costs the training that goes on: time in which it is held up, and slower steps."""
+"""What a save in the background costs the training that continues: time in which it is held up, and slower steps."""
 
 import gc
 import importlib

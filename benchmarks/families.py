@@ -1,6 +1,6 @@
 """Train every model family of transformers on two ranks and in one process, and record how each ended.
 
-`python -m benchmarks.families [FAMILY ...] [--again OUTCOME] [--output FILE]`; goes on where it stopped. The record is
+`python -m benchmarks.families [FAMILY ...] [--again OUTCOME] [--output FILE]`; it resumes. The record is
 what `tests/distributed/test_parity_sweep.py` counts, and what it draws its families from: of each the class and batch
 that can be trained here, and how that ended. What was found before is tried first. After a family whose ranks crash or
 hang the next one gets new ranks. A row with `earlier` is of an older tree and was not run again with the others.

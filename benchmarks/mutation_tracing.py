@@ -52,7 +52,7 @@ def record_calls(source: str, folder: str) -> None:
     """Append `number file::function` to `folder/calls` when a function below `source/shardwise` is first entered.
 
     The number is that of the test file that runs now, which `folder/now-*` of the test worker holds; with another
-    number everything counts as not entered yet. Forks go on alike.
+    number everything counts as not entered yet. Forks continue alike.
     """
     prefix = os.path.join(source, "shardwise") + os.sep
     seen: dict[int, CodeType] = {}  # holds the code, so that its id stays its own

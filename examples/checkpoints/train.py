@@ -1,4 +1,4 @@
-"""A run that is stopped halfway and goes on as if it had not been.
+"""A run that is stopped halfway and continues as if it had not been.
 
 The first half trains, saving every five steps in the background. The second half starts from nothing: a model on the
 meta device, a new optimizer and schedule, all filled from the last checkpoint. At the end the weights are written as a

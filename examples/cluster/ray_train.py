@@ -1,4 +1,4 @@
-"""Ray Train on a cluster: Ray places the ranks and starts them again, the run goes on from its last checkpoint.
+"""Ray Train on a cluster: Ray places the ranks and starts them again, the run continues from its last checkpoint.
 
 pip install 'shardwise[ray]', then, where a Ray cluster runs (`ray start`, KubeRay, Anyscale):
 ray job submit --working-dir . -- python examples/cluster/ray_train.py examples/cluster/run.yaml --workers 16 --gpu

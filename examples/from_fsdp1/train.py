@@ -2,7 +2,7 @@
 
 Blocks are wrapped by a policy, computed in bfloat16 and recomputed in backward; gradients are accumulated over two
 micro-steps and clipped. At the end model and optimizer are saved as FSDP1 saves them, loaded into a new model, and
-training goes on from there.
+training continues from there.
 
     torchrun --nproc-per-node 2 examples/from_fsdp1/train.py
 """
@@ -93,7 +93,7 @@ def load(model: FSDP, optimizer: torch.optim.Optimizer, path: Path) -> None:
 
 
 def main(num_steps: int = 20) -> list[float]:
-    """Train, save, load, go on; return the losses of this rank."""
+    """Train, save, load, continue; return the losses of this rank."""
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cpu")
     if torch.cuda.is_available():

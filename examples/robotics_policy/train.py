@@ -4,7 +4,7 @@
 - Weights of two dtypes, both trained, which FSDP1 and one group of FSDP2 refuse: the plan splits groups by dtype.
 - Observations arrive in a frozen dataclass; PI0 hands its language tower's keys and values on in a cache.
 - The optimizer is built before the model is sharded.
-- Halfway the run is saved to one file, loaded into a new policy, and goes on.
+- Halfway the run is saved to one file, loaded into a new policy, and continues.
 
     torchrun --nproc-per-node 2 -m examples.robotics_policy.train
 """
@@ -47,7 +47,7 @@ def train(policy: Policy, optimizer: torch.optim.Optimizer, steps: range) -> lis
 
 
 def main(num_steps: int = 30, *, resume: bool = True) -> list[float]:
-    """Train, save, load, go on; return the losses of this rank."""
+    """Train, save, load, continue; return the losses of this rank."""
     mesh = sw.init_distributed()
     shared = [tempfile.mkdtemp()]
     dist.broadcast_object_list(shared, src=0)

@@ -1,7 +1,7 @@
 """The same policy as openpi's FSDP1 script trains it: one flat parameter, so all weights are float32.
 
 Rank 0 alone loads the pretrained safetensors file; wrapping sends it to the others. Model and optimizer are saved as
-one FULL file by rank 0, loaded into a new policy, and training goes on.
+one FULL file by rank 0, loaded into a new policy, and training continues.
 
     torchrun --nproc-per-node 2 -m examples.robotics_policy.train_one_import
 """
@@ -77,7 +77,7 @@ def load(policy: FSDP, optimizer: torch.optim.Optimizer, path: Path) -> int:
 
 
 def main(num_steps: int = 10, *, resume: bool = True) -> list[float]:
-    """Train, save, load, go on; return the losses of this rank."""
+    """Train, save, load, continue; return the losses of this rank."""
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cpu")
     if torch.cuda.is_available():

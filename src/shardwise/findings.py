@@ -11,12 +11,12 @@ from shardwise.errors import SourceError
 
 
 class Severity(enum.StrEnum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     ERROR = "error"
     """The run fails or trains wrongly."""
     WARNING = "warning"
-    """It runs, but seldom as meant."""
+    """It runs, but probably not as intended."""
     NOTE = "note"
     """Good to know."""
 

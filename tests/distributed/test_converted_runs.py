@@ -1,4 +1,4 @@
-"""A whole run, saved, converted to every format that can carry it, and loaded: it goes on as it would have."""
+"""A whole run, saved, converted to every format that can carry it, and loaded: it continues as it would have."""
 
 from __future__ import annotations
 

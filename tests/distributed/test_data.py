@@ -63,7 +63,7 @@ def test_evaluation_has_a_collective_in_every_batch_and_nobody_waits(rank: int, 
 
 
 def next_together(loader: Loader) -> None:
-    """How a loop asks for a batch: no rank goes on alone."""
+    """How a loop asks for a batch: no rank continues alone."""
     error = None
     try:
         next(loader)

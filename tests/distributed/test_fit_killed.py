@@ -1,4 +1,4 @@
-"""A run that is killed outright goes on, on another number of ranks, as if nothing had happened."""
+"""A run that is killed outright continues, on another number of ranks, as if nothing had happened."""
 
 import json
 import os

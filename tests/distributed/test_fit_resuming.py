@@ -1,4 +1,4 @@
-"""Runs that go on: in each format to the last bit, on other numbers of ranks, and back after bad steps."""
+"""Runs that continue: in each format to the last bit, on other numbers of ranks, and back after bad steps."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Checkpoints that real FSDP1 wrote convert offline, and training goes on as FSDP1 would have gone on."""
+"""Checkpoints that real FSDP1 wrote convert offline, and training continues as FSDP1 would have continued."""
 
 from __future__ import annotations
 

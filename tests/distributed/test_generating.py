@@ -81,7 +81,7 @@ def test_everything_is_as_it_was(rank: int, shard: Callable[[Llama], Llama]):
     assert not gathered_parameters(model)
     assert [module.training for module in model.modules()] == before
     assert torch.equal(torch.get_rng_state(), state)
-    model(PROMPT[None]).square().mean().backward()  # and training goes on
+    model(PROMPT[None]).square().mean().backward()  # and training continues
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

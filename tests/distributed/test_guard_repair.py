@@ -185,7 +185,7 @@ OLDER_NAMES = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce
 @ranks(2, timeout_s=40)
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
 def test_a_collective_that_fails_by_itself_leaves_with_its_own_error(rank: int, collective: str):
-    """No other rank is to blame: nobody waits for one that is, and the model can go on."""
+    """No other rank is to blame: nobody waits for one that is, and the model can continue."""
     model, reference = built(Model)
     by_hand(model, MODEL_PARTS)
     said: list[str] = []

@@ -279,7 +279,7 @@ def resume_on_four(rank: int, folder: Path, replicas: bool) -> None:
 
 
 def test_resumes_at_another_world_size(tmp_path: Path):
-    """Two ranks save; one process, four ranks and two replicas of two go on as if nothing had happened."""
+    """Two ranks save; one process, four ranks and two replicas of two continue as if nothing had happened."""
     save_on_two(folder=tmp_path)
     resume_on_four(folder=tmp_path, replicas=False)
     resume_on_four(folder=tmp_path, replicas=True)

@@ -326,7 +326,7 @@ def test_a_rank_without_an_entry_is_named(rank: int, tmp_path: Path, way: str, l
             checkpointer.wait()
         return None
 
-    with pytest.raises(CheckpointError, match=rf"rank {lacking} has no part of 2 tensors") as caught:
+    with pytest.raises(CheckpointError, match=rf"rank {lacking} has no shard of 2 tensors") as caught:
         save()
     assert "1.weight.exp_avg" in caught.value.where
     assert "1.weight.exp_avg_sq" in caught.value.where
@@ -340,7 +340,7 @@ def test_fsdp1_names_a_rank_without_an_entry(rank: int, lacking: int) -> None:
     model, optimizer = wrapped("parameters", rank)
     if rank == lacking:
         del optimizer.state[model.module.get_submodule("1").weight]
-    with pytest.raises(CheckpointError, match=rf"rank {lacking} has no part of 2 tensors"):
+    with pytest.raises(CheckpointError, match=rf"rank {lacking} has no shard of 2 tensors"):
         fsdp1.FullyShardedDataParallel.optim_state_dict(model, optimizer)
     dist.barrier()
 
@@ -355,7 +355,7 @@ def test_two_ranks_without_an_entry_are_named(rank: int, tmp_path: Path, replica
         del optimizer.state[model.get_submodule("1").weight]
     with (
         sw.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer,
-        pytest.raises(CheckpointError, match="ranks 1, 2 have no part of 2 tensors"),
+        pytest.raises(CheckpointError, match="ranks 1, 2 have no shard of 2 tensors"),
     ):
         checkpointer.save(3, model=model, optimizers=optimizer)
 

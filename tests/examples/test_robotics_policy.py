@@ -1,4 +1,4 @@
-"""openpi's procedure on transformers' PI0, three ways: each equals one process, and goes on from its checkpoint."""
+"""openpi's procedure on transformers' PI0, three ways: each equals one process, and continues from its checkpoint."""
 
 import difflib
 from pathlib import Path

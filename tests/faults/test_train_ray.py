@@ -69,7 +69,7 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path: Path, undisturbed: dic
 
 
 def test_a_stopped_driver_saves_and_a_mistake_is_raised_once(tmp_path: Path):
-    """One start of Ray less than two tests; the second part goes on with the run of the first."""
+    """One start of Ray less than two tests; the second part continues with the run of the first."""
     write_run(tmp_path, pause_s=0.2)
     with running(driver(tmp_path), tmp_path, "first") as run:
         wait_until(past(tmp_path, 7), run, 300)

@@ -103,7 +103,7 @@ def test_the_first_thing_that_went_wrong_is_the_cause():
         (KeyError("connection closed"), False),
         (ConfigError("connection refused"), False),
         (ShardError("rank 3 died in step 19"), True),  # guard
-        (ShardError("rank 3 has left the training loop after 2 steps; rank 0 goes on"), False),
+        (ShardError("rank 3 has left the training loop after 2 steps; rank 0 continues"), False),
         (None, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Save model and optimizer as full state dicts from rank 0, build everything anew and go on from them.
+"""Save model and optimizer as full state dicts from rank 0, build everything anew and continue from them.
 
 torchrun --nproc-per-node 2 fsdp1_resume.py --out /tmp/checkpoint
 """

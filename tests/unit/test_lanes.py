@@ -72,7 +72,7 @@ def test_endless_test_fails_by_name_and_the_next_one_runs(tmp_path: Path):
     assert re.search(r"\n> +(while True:|pass)\n", printed), "where it was"
     assert re.search(r"\n> +threading.Event\(\).wait\(\)\n", printed), "where it was"
     assert "PASSED test_these.py::test_after_them" in printed
-    assert "crashed" not in printed, "the worker goes on"
+    assert "crashed" not in printed, "the worker continues"
 
 
 @pytest.mark.slow

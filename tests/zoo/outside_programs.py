@@ -160,7 +160,7 @@ def initialised_after_sharding(shard: Shard, rows: Rows) -> Any:
 
 
 @program
-def optimizers_that_look_at_whole_matrices(shard: Shard, rows: Rows) -> Any:
+def optimizers_that_trace_stage_whole_matrices(shard: Shard, rows: Rows) -> Any:
     model = shard(Stack())
     optimizers = [torch.optim.Adafactor(model.blocks[0].parameters()), torch.optim.Rprop(model.blocks[1].parameters())]
     for step in range(STEPS):

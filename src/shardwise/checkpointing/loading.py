@@ -245,7 +245,7 @@ class LoadPlan:
         if layout is None and not names:
             self._problems.append(f"{key}: not in the checkpoint")
             return
-        if self._refuse_differing(f"{key}.", "leave it out of load() to go on without it"):
+        if self._refuse_differing(f"{key}.", "leave it out of load() to continue without it"):
             return
         try:
             current = run_state.flatten(live, path)[0].tensors

@@ -141,7 +141,7 @@ def _finish_all() -> None:
 
 def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
     global _is_terminating
-    # The interrupted thread may hold a lock that the save needs: it must go on while another one waits.
+    # The interrupted thread may hold a lock that the save needs: it must continue while another one waits.
     if _is_flushed:
         _terminate()
     elif not _is_terminating:
@@ -168,7 +168,7 @@ def _terminate() -> None:
 class Checkpointer:
     """Saves and loads a run's state in a folder, one subfolder per step.
 
-    A save fixes the state, copies it, and lets training go on; a process of its own writes it. Everything lies
+    A save fixes the state, copies it, and lets training continue; a process of its own writes it. Everything lies
     under a partial name until all ranks have written and the disk has it; one rename commits it. Whatever
     happens meanwhile, the last committed checkpoint stays what it was.
 
@@ -189,7 +189,7 @@ class Checkpointer:
             background, from another thread.
 
     Raises:
-        ConfigError: An argument means nothing.
+        ConfigError: An argument is invalid.
 
     Ranks:
         Collective. Every method is, but `wait` and `close`, which wait for this rank's own work. One run at a
@@ -216,7 +216,7 @@ class Checkpointer:
         self.extra: Any = None
         """What was saved as `extra`, after `load`."""
         self.notes: tuple[str, ...] = ()
-        """What the last `load` has to say, such as random numbers that had to be made up."""
+        """Remarks of the last `load`, such as random states that the checkpoint lacks."""
         self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
         self._asynchronous, self._on_busy, self._rng, self._progress = asynchronous, on_busy, rng, progress
         self._trainable_only = trainable_only
@@ -246,7 +246,7 @@ class Checkpointer:
         What is written to tensors after this call is not in the checkpoint, however it is written.
 
         Args:
-            step: How far the run is; names the checkpoint.
+            step: Training step; names the checkpoint.
             model: The model, or several by name.
             optimizers: One, several, or several by name.
             extra: Plain values to keep with it; `load` puts them in `self.extra`.

@@ -149,7 +149,7 @@ class RangeReader(threading.local):
         self._contents, self._verify = contents, verify
         self._buffers: dict[bool, torch.Tensor] = {}
 
-    def bring(self, item: Range) -> int:
+    def read(self, item: Range) -> int:
         """Read the bytes to where they belong, and count them."""
         if item.memory is not None:
             return self._read(item, item.memory)
@@ -223,7 +223,7 @@ def read_ranges(
             torch.cuda.current_stream(device).synchronize()
     is_small = num_threads == 1 or _num_bytes(ranges) <= CHUNK_BYTES
     with ThreadPoolExecutor(num_threads, "shardwise-read") as pool:
-        for num_bytes in (map if is_small else pool.map)(reader.bring if write else reader.check, ranges):
+        for num_bytes in (map if is_small else pool.map)(reader.read if write else reader.check, ranges):
             count(num_bytes)
 
 
@@ -251,9 +251,9 @@ def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]
 def _problem(tensor: StoredTensor, request: Request) -> str:
     """Why a request cannot be served; empty when it can."""
     if not request.spec.lies_in(tensor.shape):
-        return f"has shape {list(tensor.shape)}, in which {request.spec} does not lie"
+        return f"has shape {list(tensor.shape)}, and {request.spec} lies outside"
     if tuple(request.target.shape) != request.spec.sizes:
-        return f"is to be read into memory of shape {list(request.target.shape)}, which {request.spec} does not fit"
+        return f"is read into memory of shape {list(request.target.shape)}, which {request.spec} does not fit"
     return tensor.problem(request.spec)
 
 

@@ -49,7 +49,7 @@ class Arena:
         self.descriptor = -1
         """Of the memory, for `mmap` in another process."""
         self.generation = 0
-        """Another one each time the memory is another."""
+        """Increases whenever the memory is replaced."""
         self.num_bytes = 0
         self._map: mmap.mmap | None = None
         self._is_pinned = False

@@ -201,7 +201,7 @@ def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
     raise ConfigError(
         f"format is {format!r}, but the path ends in {Path(path).suffix}",
         where=str(path),
-        why="programs that read weights go by the ending",
+        why="readers detect the format from the file extension",
         fix=fix,
     )
 
@@ -239,7 +239,7 @@ def refuse_remote(path: str | Path) -> None:
         raise CheckpointError(
             "weights are written to a local disk only",
             where=str(path),
-            why="a file gets its name when it is whole, by a rename, which object stores do not have",
+            why="a file is committed by an atomic rename, which object stores lack",
             fix="save to a local folder and upload that; Checkpointer writes to object stores",
         )
 

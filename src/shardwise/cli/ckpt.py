@@ -37,7 +37,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="What it was saved from, where its files do not name the parameters (FSDP1's LOCAL state dicts): "
+        help="The model it was saved from; needed if its files do not name the parameters (FSDP1's LOCAL state dicts): "
         "a reference name, a local Hugging Face folder or config, or module:callable.",
     ),
 ]

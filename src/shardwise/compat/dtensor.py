@@ -116,7 +116,7 @@ def watch_data(
 ) -> None:
     """Call `on_read(tensor, data)` at each `tensor.data` of a class of tensors, `assign(tensor, value)` at assignments.
 
-    Where `assign` returns False, torch goes on: of a DTensor it changes only the wrapper's metadata; the local tensor,
+    Where `assign` returns False, torch continues: it changes only the metadata of a DTensor; the local tensor,
     which is what trains, stays as it was.
     """
     plain: Any = torch._C.TensorBase.data  # the descriptor, not a tensor

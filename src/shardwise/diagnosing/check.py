@@ -64,7 +64,7 @@ _FINDINGS: dict[str, tuple[Severity, str, str]] = {
     ),
     "SW406": (
         Severity.ERROR,
-        "{second} should be the same tensor as {first}, and is not: each would go its own way",
+        "{second} should be the same tensor as {first}, and is not: they are updated separately",
         "tie them before sharding (`head.weight = embedding.weight`), and do not assign to them afterwards",
     ),
     "SW411": (
@@ -152,7 +152,7 @@ _FINDINGS: dict[str, tuple[Severity, str, str]] = {
     ),
     "SW437": (
         Severity.ERROR,
-        "an optimizer's groups are others on rank {rank} than on rank 0: each rank steps its shard with its own "
+        "an optimizer's parameter groups differ between rank {rank} and rank 0: each rank steps its shard with its own "
         "options",
         "build the groups in one order on every rank, from a list and not from a set",
     ),

@@ -277,7 +277,7 @@ def _judge(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
         what = f"GPUs cannot reach each other's memory directly ({len(blocked)} pairs, first {blocked[0]})"
         yield _finding("SW604", what, "check the topology, ACS and the container's settings")
     if len(set(gpus.get("devices", []))) > 1:
-        what = "the GPUs are not all alike: the slowest, and the smallest memory, decide"
+        what = "GPU models differ: the slowest limits the speed, the smallest memory the model"
         yield _finding("SW605", what, "choose equal ones with CUDA_VISIBLE_DEVICES")
     if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         what = "CUDA_DEVICE_MAX_CONNECTIONS=1: one hardware queue, gathers cannot overlap with computation"

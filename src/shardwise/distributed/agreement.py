@@ -263,7 +263,7 @@ def as_shardwise_error(error: BaseException, kind: type[ShardwiseError] = ShardE
         return error
     return kind(
         f"{type(error).__name__}: {error}",
-        why="an operation of all ranks failed on one of them",
+        why="a collective operation failed on one rank",
         fix="see the traceback of the rank that raised it",
     )
 

@@ -309,7 +309,7 @@ def start_local(
         num_ranks: How many processes to start.
         args: Picklable arguments, the same for each rank.
         max_restarts: How often all ranks are started again when one dies or loses the others. The target finds by
-            itself where to go on. An error that it raises would only be raised again, and ends the ranks.
+            itself where to continue. An error that it raises would only be raised again, and ends the ranks.
         stop_signals: Signals that ask the target to stop, by `stop_requests`; it then returns in its own time, and
             a second Ctrl-C ends it at once. Without any, SIGINT and SIGTERM end the ranks.
         tell: Receives a line on what died and what is done about it; the default prints it on stderr.

@@ -133,8 +133,8 @@ class PeerView:
         kinds = {kind_of(event) for event in ranks_at}
         if not any(map(is_step, ranks_at)) and len({group_of(event) for event in ranks_at}) == 1:
             if len(kinds) == 1:
-                what = f"other gradients or shapes of {self._groups.full_name(next(iter(ranks_at)))} than the rest"
-                return f"{self._numbers(odd)} brought {what} at step {step}"
+                name = self._groups.full_name(next(iter(ranks_at)))
+                return f"{self._numbers(odd)} reduced gradients of {name} of other shapes than the rest at step {step}"
             if CollectiveKind.ALL_GATHER_EVALUATION in kinds:
                 return f"{self._numbers(odd)} ended an evaluation, or began one, without the others at step {step}"
         places = (f"{self._numbers(ranks)} {self._groups.place_of(event)}" for event, ranks in ranks_at.items())
@@ -223,7 +223,9 @@ class PeerView:
             why = "its process is gone: killed (out of memory?), crashed, or ended by an error of its own"
             fix = f"read the log of rank {name}; `dmesg` says whether the system killed it"
         elif missing.has_ended:
-            what = f"rank {name} has left the training loop after {max(missing.step - 1, 0)} steps; rank {here} goes on"
+            what = (
+                f"rank {name} has left the training loop after {max(missing.step - 1, 0)} steps; rank {here} continues"
+            )
             where = f"{waits} in step {self.own.step}"
             why = "its data ended earlier, or it broke out of the loop alone"
             fix = "for batch in shardwise.lockstep(loader): ... stops all ranks together"
@@ -233,7 +235,7 @@ class PeerView:
             why = f"nothing has been heard from its machine for {missing.seconds_unheard:.0f} s"
             fix = f"read the log of rank {name}; see whether its machine still runs, and its network"
         else:
-            what = f"rank {name} has not come to what rank {here} waits for since {missing.seconds_still:.0f} s"
+            what = f"rank {name} has made no progress for {missing.seconds_still:.0f} s; rank {here} waits for it"
             why = "it is busy with something else (loading data, saving, evaluating), or hangs"
             fix = "see where it is, below"
         return ShardError(what, where=where, why=why, fix=fix)
@@ -336,7 +338,7 @@ class CollectiveTracer:
         self.machine = machine
         self.trace = traces[self._rank]
         self.error: ShardError | None = None
-        """Why this rank cannot go on: the next event raises it."""
+        """Why this rank cannot continue: the next event raises it."""
         self.found_at_end: ShardError | None = None
         """A difference that was seen only when the guard was closed."""
         self.is_closed = self.is_paused = False
@@ -533,7 +535,7 @@ class CollectiveTracer:
 
     def _handle_difference(self, difference: TraceDifference) -> None:
         self.trace.wants_all = True
-        if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it goes on with mixed-up data: stop it at once
+        if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it continues with mixed-up data: stop it at once
             difference = self._with_stacks(difference, refresh=True)
         if self.error is None:
             self._say(difference.error)

@@ -141,7 +141,7 @@ def find_ignored(
     if wrong:
         why = "ignored_modules takes modules, ignored_states modules or parameters"
         fix = "pass a parameter as ignored_states=[parameter]"
-        raise refused(f"a {type(wrong[0]).__name__} is to be ignored", why, fix)
+        raise refused(f"a {type(wrong[0]).__name__} cannot be ignored", why, fix)
     if module in given or module in states:
         warn_once("ignored_modules", "the wrapped module itself is ignored: nothing in it is sharded")
     units = {id(unit) for unit in nested}
@@ -520,7 +520,7 @@ def _group(unit: Any, path: str, names: dict[nn.Parameter, list[str]], *, is_roo
         cast_inputs=precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs,
         reshard_after_forward=not keeps,
         offload=unit.cpu_offload.offload_params,
-        reason="what no other unit holds" if is_root else f"{type(unit.module).__name__}, wrapped as a unit",
+        reason="remaining parameters" if is_root else f"{type(unit.module).__name__}, wrapped as a unit",
     )
 
 

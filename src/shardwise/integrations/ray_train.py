@@ -60,7 +60,7 @@ def train_on_ray(
         What the run did, as `fit` says it; `stopped` says whether it has steps left.
 
     Raises:
-        ShardwiseError: The run cannot start or go on, as `fit` says it.
+        ShardwiseError: The run cannot start or continue, as in `fit`.
         EnvironmentProblem: Workers failed more often than `max_failures`.
 
     Ranks:

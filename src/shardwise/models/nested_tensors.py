@@ -59,7 +59,7 @@ class CastArguments:
     """Changes the tensor arguments of a call, and writes in-place changes back to the caller's tensors.
 
     A list with a tensor that is changed is copied; a block that appends to it would append to the copy, and the caller
-    would silently go on without.
+    would silently continue without.
     """
 
     def __init__(self) -> None:

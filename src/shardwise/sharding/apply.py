@@ -40,12 +40,12 @@ from shardwise.sharding.hooks.gradients import (
     BackwardEnd,
     ParameterHooks,
     UnusedParameters,
-    carry_over,
+    copy_hooks,
     step_in_backward,
     watch_zero_grad,
 )
 from shardwise.sharding.hooks.graph_calls import watch_backward
-from shardwise.sharding.hooks.outside import mend_operators
+from shardwise.sharding.hooks.outside import register_dtensor_handlers
 from shardwise.sharding.hooks.parameter_writes import watch_writes
 from shardwise.sharding.hooks.watching import watch_by_default
 from shardwise.sharding.inventory import canonical_name, class_name, fingerprint
@@ -198,8 +198,8 @@ def shard(
     weights = agree_on_plan_and_weights(plan, model, mesh)
     if stages is not None and len(set(gather_objects(weights, group=stages.get_group()))) == 1:
         warnings.warn(
-            f"the {stages.size()} ranks along the pipeline axis hold the same {plan.model}: nothing averages their "
-            "gradients. shardwise.pipeline(model, ...) divides a model into stages",
+            f"the {stages.size()} ranks along the pipeline axis hold the same {plan.model}: their gradients are "
+            "not reduced. shardwise.pipeline(model, ...) divides a model into stages",
             stacklevel=2,
         )
     remembered = remember_parameters(model, optimizers)
@@ -234,10 +234,10 @@ def shard(
     repoint(optimizers, remembered, model)
     for name, new in model.named_parameters():
         if (old := replaced.get(canonical_name(name), new)) is not new:
-            carry_over(old, new)
+            copy_hooks(old, new)
     watch_optimizers(model, dict.fromkeys(replaced.values()))
     watch_writes(model)
-    mend_operators()
+    register_dtensor_handlers()
     step_in_backward(model)
     watch_zero_grad()
     watch_by_default(model)

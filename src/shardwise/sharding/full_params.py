@@ -131,7 +131,7 @@ def refuse_missing(lacking: Mapping[str, set[int]]) -> None:
     names, ranks = sorted(lacking), sorted(set().union(*lacking.values()))
     have = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
     raise CheckpointError(
-        f"{have} no part of {len(names)} tensor{'s' if len(names) > 1 else ''} that other ranks have a part of",
+        f"{have} no shard of {len(names)} tensor{'s' if len(names) > 1 else ''} that other ranks have a shard of",
         where="\n".join(listed(names)),
         why="each rank has a shard of the tensor, and all are needed",
         fix="keep the same state on every rank: an optimizer that skips a parameter on one rank (no gradient there, "
@@ -173,7 +173,7 @@ def full_params(
     _refuse_meta(model)
     slots = find_slots(model, recurse)
     own: dict[nn.Parameter, nn.Parameter] = {}
-    groups = compat.param_groups(model) if recurse else compat.groups_of(model)  # inner ones go on gathering theirs
+    groups = compat.param_groups(model) if recurse else compat.groups_of(model)  # inner ones continue gathering theirs
     with compat.untouched_by_fsdp(groups, _refuse_gather):
         error: BaseException | None = None
         try:

@@ -506,7 +506,7 @@ def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
         compared = [entry for entry in entries if axis in replicated_axes(entry, mesh)]
         if mesh.size(axis) > 1 and compared:
             differing |= dict.fromkeys(_differing(compared, mesh, axis), axis_name)
-    # Ranks that share no copy of the tensor saw no difference: they must not go on alone.
+    # Ranks that share no copy of the tensor saw no difference: they must not continue alone.
     found = {name: axis for part in gather_over_mesh(mesh, differing) for name, axis in part.items()}
     if found:
         first = next(entry.fqn for entry in entries if entry.fqn in found)

@@ -378,7 +378,7 @@ class _Initialisation:
     ) -> Exception | None:
         """Run the initialisers and keep what they wrote; return the error where one failed.
 
-        Other ranks may be well, so this one goes on with the walk; all of them raise at its end.
+        Other ranks may be well, so this one continues with the walk; all of them raise at its end.
         """
         error = None
         # A tied tensor belongs to the first module that writes it; later ones must not draw it again.

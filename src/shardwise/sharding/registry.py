@@ -136,7 +136,7 @@ def recover(model: nn.Module) -> None:
     for module in modules:
         if module not in inside:
             raise ShardError(
-                "recover was given a part of a sharded model",
+                "recover needs the root of a sharded model, and was given a submodule",
                 where=type(model).__name__,
                 why="the state of a failed step is shared by the whole model",
                 fix="call recover(model) with the module whose call started the step",

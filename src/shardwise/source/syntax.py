@@ -348,7 +348,7 @@ def checked_types(node: ast.AST) -> list[ast.expr]:
 
 
 def _leaves(statement: ast.stmt) -> bool:
-    """Whether nothing that stands after a statement is reached: it returns, raises, goes on with the loop or exits."""
+    """Whether nothing after a statement is reached: it returns, raises, continues the loop or exits."""
     match statement:
         case ast.Expr(value=ast.Call(func=function)):
             return last_name(function) in ("exit", "_exit", "quit")

@@ -39,7 +39,7 @@ def generate(
         model: Takes token ids (rows, length), returns logits or an output that holds `logits`. Sharded or not, or a
             pipeline.
         prompt_ids: One prompt (length), or several of one length (rows, length). Rank 0's counts.
-        max_new_tokens: How far to go on.
+        max_new_tokens: Maximum number of new tokens.
         temperature: Below 1 prefers likely tokens; 0 always takes the likeliest.
         seed: The same seed draws the same tokens, on any number of ranks.
         end_id: Stop when every row has drawn this token; what a row draws after it is `end_id` again.

@@ -256,7 +256,7 @@ def fit(
         Losses, sizes and paths of the run.
 
     Raises:
-        ShardwiseError: The run cannot start, with all that is wrong; or it cannot go on. The same on every rank.
+        ShardwiseError: The run cannot start, with every problem; or it cannot continue. The same on every rank.
 
     Ranks:
         Collective. Joins the launcher's process group, or the one that exists.

@@ -114,7 +114,7 @@ def _model_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def write_config(folder: Path, config: RunConfig) -> None:
     """Save the settings of the run; `shardwise train` on that file resumes it."""
-    text = f"# Go on with this run: shardwise train {folder / CONFIG_NAME}\n{to_yaml(config)}"
+    text = f"# Resume this run: shardwise train {folder / CONFIG_NAME}\n{to_yaml(config)}"
     temporary = folder / f".{CONFIG_NAME}.writing"
     temporary.write_text(text)
     temporary.replace(folder / CONFIG_NAME)
@@ -199,7 +199,7 @@ class Training:
         if self.exported is not None:
             lines.append(f"weights     {self.exported}")
         lines.append(f"metrics     {self.metrics}")
-        lines.append(f"{'go on' if self.stopped else 'train on':<12}{self.resume_command}")
+        lines.append(f"{'resume' if self.stopped else 'train on':<12}{self.resume_command}")
         return "\n".join(lines)
 
     def _summary(self) -> str:

@@ -67,10 +67,13 @@ def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Module) -> l
 def _laid_out_like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor) or grad.placements == parameter.placements:
         return grad
-    what, why = f"is placed {grad.placements}, its parameter {parameter.placements}", "parameters say how norms add up"
+    what, why = (
+        f"is placed {grad.placements}, its parameter {parameter.placements}",
+        "norms are combined by the parameter's",
+    )
     if any(placement.is_partial() for placement in grad.placements):
         what = f"of shape {tuple(grad.shape)} is not reduced yet: {grad.placements}"
-        why = "ranks hold summands of this gradient, whose norms do not add up to its norm"
+        why = "norms of partial sums cannot be combined into the norm of the sum"
     fix = "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
     raise ShardError(f"a gradient {what}", where="clip_grad_norm_", why=why, fix=fix)
 
@@ -392,7 +395,7 @@ def _check_accumulation(micro_step: int, num_micro_steps: int, mode: str) -> Non
     for name, value in (("micro_step", micro_step), ("num_micro_steps", num_micro_steps)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise ConfigError(
-                f"{name} is {value!r}", where=f"accumulate({name})", why="it is a count", fix="pass an int"
+                f"{name} is {value!r}", where=f"accumulate({name})", why="it must be an int", fix="pass an int"
             )
     if num_micro_steps < 1:
         where, why = "accumulate(num_micro_steps)", "a step has at least one micro-step"

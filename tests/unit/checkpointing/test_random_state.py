@@ -1,4 +1,4 @@
-"""All generators go on where they were; ranks that had none get their own, the same each time."""
+"""All generators continue where they were; ranks that had none get their own, the same each time."""
 
 from __future__ import annotations
 

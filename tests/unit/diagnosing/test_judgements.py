@@ -178,7 +178,7 @@ def test_gpus_that_differ_and_cannot_reach_each_other(machine: Any, gpus: Any):
     gpus(["H200", "L4", "L4"], False, driver="exit 3")
     assert [each[:3] for each in told()] == [
         ("SW604", "warning", "GPUs cannot reach each other's memory directly (5 pairs, first 0->2)"),
-        ("SW605", "warning", "the GPUs are not all alike: the slowest, and the smallest memory, decide"),
+        ("SW605", "warning", "GPU models differ: the slowest limits the speed, the smallest memory the model"),
     ]
     assert "driver" not in collect_environment({}).facts["versions"]
 

@@ -71,7 +71,7 @@ CASES = {
     ),
     "other-shapes": (
         [event(REDUCE, 2)] * 3 + [event(REDUCE, 2, 9)],
-        "rank 3 brought other gradients or shapes of `layers.0` than the rest at step 1",
+        "rank 3 reduced gradients of `layers.0` of other shapes than the rest at step 1",
         (3,),
     ),
     "evaluation": (
@@ -207,7 +207,7 @@ def test_who_has_left(traces: list[RankTrace]):
     traces[0].step = 5
     assert view.missing() == 2
     error = view.absence_of(2)
-    assert error.what == "rank 2 has left the training loop after 3 steps; rank 0 goes on"
+    assert error.what == "rank 2 has left the training loop after 3 steps; rank 0 continues"
     assert error.where == "rank 0 is in the all-gather of `layers.0` for a forward in step 5"
     cause = view.cause_of_failure()
     assert cause is not None
@@ -253,7 +253,7 @@ def test_who_is_late(traces: list[RankTrace]):
     assert view.late(25.0) == 3
     assert view.late(50.0) is None
     error = view.absence_of(2)
-    assert error.what == "rank 2 has not come to what rank 0 waits for since 20 s"
+    assert error.what == "rank 2 has made no progress for 20 s; rank 0 waits for it"
     assert error.where == "rank 0 is in the all-gather of `layers.0` for a forward in step 1; nothing yet on rank 2"
     assert "last on rank 3: all-gather of `embed` for a forward" in view.absence_of(3).where
 

@@ -42,7 +42,7 @@ def test_the_line_named_holds_the_message(path: Path):
     assert explanation.line is not None
     there = text.split("\n")[explanation.line - 1 :]
     first_words = explanation.message.splitlines()[0][:30]
-    assert first_words in "\n".join(there[:3])  # a message may go on below the type of the exception
+    assert first_words in "\n".join(there[:3])  # a message may continue below the type of the exception
 
 
 def test_there_are_logs_of_every_kind():

@@ -54,7 +54,7 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 
 
 def test_an_order_is_the_same_on_every_machine_and_version():
-    """A run that goes on elsewhere must find the same samples: this order may never change."""
+    """A run that continues elsewhere must find the same samples: this order may never change."""
     assert shuffled(torch.arange(10), 10, seed=0, epoch=0).tolist() == [5, 7, 9, 4, 1, 2, 8, 0, 6, 3]
     assert shuffled(torch.arange(3), 10**8, seed=7, epoch=3).tolist() == [44576501, 52768921, 91884985]
 

@@ -1,4 +1,4 @@
-"""What a run says of itself at its end: text, JSON, and the command that goes on with it."""
+"""What a run says of itself at its end: text, JSON, and the command that continues with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_run_that_was_stopped_and_one_that_went_on():
         "stopped (SIGTERM) tutorial (50.4k parameters) on 1 rank: loss 5.500 -> 2.250 in 3 steps"
     )
     assert " in 3 steps from step 2, 2 s, 2k tokens/s" in lines[0]
-    assert lines[-1] == "go on       shardwise train runs/a/config.yaml"
+    assert lines[-1] == "resume      shardwise train runs/a/config.yaml"
 
 
 def test_everything_that_can_be_said():

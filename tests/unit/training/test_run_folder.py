@@ -1,4 +1,4 @@
-"""The folder of a run, its name and its settings; which checkpoint it goes on from; what it says at the end."""
+"""The folder of a run, its name and its settings; which checkpoint it continues from; what it says at the end."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_summary_says_what_was_done_and_how_to_go_on():
     stopped = replace(DONE, stopped="SIGTERM", total_steps=5, resumed_step=1, evaluation_loss=None, sample=None)
     assert str(stopped).splitlines()[0].startswith("stopped (SIGTERM) tutorial (892k parameters) on 1 rank: loss")
     assert "in 1 steps from step 1" in str(stopped)
-    assert str(stopped).endswith("go on       shardwise train runs/tutorial-1/config.yaml")
+    assert str(stopped).endswith("resume      shardwise train runs/tutorial-1/config.yaml")
 
 
 def test_seeds_of_other_purposes_ranks_and_steps_are_others():

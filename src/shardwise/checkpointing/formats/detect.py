@@ -42,7 +42,7 @@ def open_checkpoint(path: str | storage.Place, *, model: nn.Module | None = None
     Args:
         path: A folder (ours, a run's with several steps, torch's Distributed Checkpoint, Hugging Face's, one file a
             rank) or a file (safetensors, an index, `torch.save`).
-        model: What it was saved from, where the files alone do not name the parameters: FSDP1's LOCAL state dicts and
+        model: The model it was saved from; needed if files do not name the parameters: FSDP1's LOCAL state dicts and
             optimizers that number their parameters. On the meta device is enough.
     """
     place = storage.place(path)
@@ -114,6 +114,7 @@ def _unknown(place: storage.Place, found: str) -> CheckpointError:
         "this is not a checkpoint of a known format",
         where=str(place),
         why=f"{found}; tried: Distributed Checkpoint folders, ours and torch's (`manifest.json`, `.metadata`), runs of "
-        "several steps, safetensors files and indexes, Hugging Face `.bin` shards, torch.save files, one or one a rank",
+        "several steps, safetensors files and indexes, Hugging Face `.bin` shards, torch.save files (one, or one per "
+        "rank)",
         fix="name the checkpoint's own folder or file",
     )

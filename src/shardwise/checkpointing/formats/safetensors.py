@@ -175,7 +175,7 @@ def _checksums(data: bytes, metadata: Mapping[str, str]) -> tuple[int, dict[str,
         return 0, {}
     blank = data.replace(stored.encode(), _BLANK.encode(), 1)
     if len(stored) != 16 or f"{storage.checksum(blank):016x}" != stored:
-        raise ValueError("it does not have its checksum")
+        raise ValueError("the checksum of its header does not match")
     ours = json.loads(metadata[_METADATA_KEY])
     block_bytes, checksums = ours["block_bytes"], ours["xxh3"]
     if not isinstance(block_bytes, int) or not 1 << 10 <= block_bytes <= 1 << 30 or not isinstance(checksums, dict):

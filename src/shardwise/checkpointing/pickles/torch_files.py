@@ -458,7 +458,7 @@ def _read_checksums(index: ZipIndex, pickled: bytes) -> tuple[int, dict[str, tup
         if len(blocks) != -(-index.locate(f"data/{key}")[1] // block_bytes):
             raise ValueError(f"record data/{key} does not have a checksum for each of its blocks")
     if (storage.checksum(pickled),) != storage.from_hex(ours["pickle"]):
-        raise ValueError("its pickle does not have its checksum")
+        raise ValueError("the checksum of its pickle does not match")
     return block_bytes, checksums
 
 

@@ -259,7 +259,7 @@ def _restored(file: MigratedFile, why: str) -> MigratedFile:
 
 
 def _unreadable(path: str, error: SourceError, text: str = "") -> MigratedFile:
-    message = f"the file is left alone: it {error.what}"
+    message = f"the file is skipped: it {error.what}"
     fix = "make it a file that Python can read, and run migrate again"
     fields = status_fields("SW180", Status.NEEDS_DECISION)
     finding = unreadable_source(path, error, message=message, fix=fix, **fields)

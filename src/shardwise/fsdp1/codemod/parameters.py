@@ -107,7 +107,7 @@ def _report_collective(draft: FileDraft, call: ast.Call) -> None:
         is_sharded(draft, one) or draft.sharded.holds_part(one) for one in tensors
     ):
         name = last_name(call.func)
-        message = f"{name} raises for a DTensor, as what is computed from sharded parameters and gradients is"
+        message = f"{name} raises for a DTensor, and results of sharded parameters and gradients are DTensors"
         fix = "leave it out where it adds up norms or keeps ranks alike; else give it parameter.to_local()"
         draft.undecided(NUMBERS_CODE, call, message, fix)
 
@@ -157,8 +157,8 @@ def _given(call: ast.Call) -> Iterable[ast.expr]:
 
 _GROUPS = re.compile(r"weight_decay|param_?groups|parameter_groups|layer_decay")
 _COUNTS = (
-    "numel() of a sharded parameter counts the whole of it now; with FSDP1 it counted this rank's part",
-    "do not multiply the sum by the number of ranks, nor add it up over them",
+    "numel() of a sharded parameter counts the full parameter now; with FSDP1 it counted this rank's shard",
+    "do not multiply the sum by the number of ranks, and do not all-reduce it",
 )
 _DIMENSIONS = (
     "a sharded parameter has the dimensions of the whole now; with FSDP1 it was a part, in one dimension",
@@ -188,7 +188,7 @@ def _report_pairs(draft: FileDraft, call: ast.Call) -> None:
         draft.reported(
             NUMBERS_CODE,
             call,
-            "parameters of two sharded models meet here: DTensors of different meshes cannot be combined",
+            "parameters of two sharded models are combined here: DTensors of different meshes cannot be",
             "give both models the same mesh and units, or work on parameter.to_local() where their shards are alike",
         )
 
@@ -211,7 +211,7 @@ def _report_data(draft: FileDraft, call: ast.Call) -> None:
 def _report_writes(draft: FileDraft, place: ast.AST, code: ast.AST) -> None:
     attributes = [one for one in ast.walk(code) if isinstance(one, ast.Attribute) and one.attr == "data"]
     if any(isinstance(one.ctx, ast.Store) for one in attributes):
-        message = "parameter.data is given another tensor: a sharded parameter, a DTensor, keeps the shard it has"
+        message = "a tensor is assigned to parameter.data: a sharded parameter, a DTensor, keeps its old shard"
         fix = "write into it with parameter.copy_() under no_grad; for other dtypes use MixedPrecisionPolicy"
         draft.undecided(NUMBERS_CODE, place, message, fix)
 
@@ -258,7 +258,7 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
     used = attributes_in(loop)
     counts = not used.isdisjoint({"numel", "nelement"})
     if counts and "state" in attributes_in(*iterated(loop)) and draft.sharded.constructors:
-        message = "numel() of an optimizer's state counts the whole of it now; with FSDP1 it counted this rank's part"
+        message = "numel() of an optimizer's state counts the full tensor now; with FSDP1 it counted this rank's shard"
         draft.reported(NUMBERS_CODE, loop, message, "count value.to_local() where the value is a DTensor")
     if not any(map(draft.holds, models)):
         return

@@ -147,7 +147,7 @@ def _rewrite(wrap: Wrap) -> None:
     """
     draft, drawn_apart = wrap.draft, _report_seeds(wrap)
     if wrap.has_stars:
-        _write_as_told(wrap)
+        _write_as_keyword_arguments(wrap)
         return
     optimizers = kept_optimizers(wrap)
     _drop_what_is_gone(wrap)
@@ -198,7 +198,7 @@ def _by_parts(wrap: Wrap) -> bool:
     return (len(same) > 1 and (in_loop or are_nested(texts))) or _wraps_parts(wrap) is not None
 
 
-def _write_as_told(wrap: Wrap) -> None:
+def _write_as_keyword_arguments(wrap: Wrap) -> None:
     for name, argument in wrap.by_name.items():
         if argument.name not in ("", "*", "**", name):
             wrap.list.rename(argument, name)
@@ -272,13 +272,13 @@ def _write_loop(wrap: Wrap, picked: list[str], options: Options) -> None:
     names = {node.id for node in wrap.context.parents if isinstance(node, ast.Name)}
     name = next(one for one in ("block", "unit", "sharded_block", "fsdp_block") if one not in names)
     module, shards = wrap.text("module"), wrap.draft.name("fully_shard")
-    wrap.list.add(*_told(options))
+    wrap.list.add(*_keyword_arguments(options))
     wrap.draft.insert_before(
         wrap.statement,
         [
             f"for {name} in reversed(list({module}.modules())):  # children first",
             f"    if isinstance({name}, {_kinds(picked)}) and {name} is not {module}:",
-            f"        {shards}({', '.join([name, *_told(options)])})",
+            f"        {shards}({', '.join([name, *_keyword_arguments(options)])})",
         ],
     )
     wrap.drop("auto_wrap_policy")
@@ -302,12 +302,12 @@ def _write_config(wrap: Wrap, picked: list[str], options: Options) -> None:
     if is_named:
         wrap.rename("module", "model")
     wrap.list.add(f"{'config=' if is_named or wrap.is_partial else ''}sw.ShardConfig({', '.join(told)})")
-    wrap.list.add(*_told([one for one in options if one[0] == "mesh"]))
+    wrap.list.add(*_keyword_arguments([one for one in options if one[0] == "mesh"]))
     draft.names -= {"CPUOffloadPolicy", "OffloadPolicy"} if not draft.helpers else set()
     _finish(wrap, "sw.shard", "each block and the rest are groups" if picked else "the whole is one group")
 
 
-def _told(options: Options) -> list[str]:
+def _keyword_arguments(options: Options) -> list[str]:
     return [text if key == "**" else f"{key}={text}" for key, text in options]
 
 
@@ -316,7 +316,7 @@ def _write_call(wrap: Wrap, options: Options, features: set[str], has_policy: bo
     if has_policy:
         features.add("policy")
         wrap.rename("auto_wrap_policy", "policy")
-    wrap.list.add(*_told(options))
+    wrap.list.add(*_keyword_arguments(options))
     what = "each unit of the policy and the root are sharded" if has_policy else "the whole is one unit"
     if draft.target == "shardwise" and not features & _TORCH_ONLY and not by_parts:
         features |= set() if is_none(wrap.value("mixed_precision")) else {"mp_policy"}

@@ -120,7 +120,7 @@ def fresh_optimizer_loaded(context: LintContext) -> Iterator[Hit]:
     """A new optimizer's `state_dict()` has no state, so `checkpoint.load` restores none.
 
     Why: the state is made at the first step. `get_optimizer_state_dict` makes it before, `state_dict()` does not.
-    Symptom: none; training goes on with momentum at zero.
+    Symptom: none; training continues with momentum at zero.
     """
     for trace, event in context.events_of(*_LOAD):
         for table in event.argument(0, "state_dict"):

@@ -255,7 +255,7 @@ def data_assigned_after_shard(context: LintContext) -> Iterator[Hit]:
                 owner = value.parent
             shard = trace.holds_shards(owner, event) if owner is not None else None
             if shard is not None and not shard.is_automatic:  # shardwise lets `.data` arrive
-                yield Hit(event.node, "FSDP2 goes on using the shard it has; this assignment changes nothing")
+                yield Hit(event.node, "FSDP2 continues with its own shard; this assignment changes nothing")
 
 
 @rule("SW211", Severity.WARNING, fix="add reduce_dtype=torch.float32", safety=Safety.UNSAFE)

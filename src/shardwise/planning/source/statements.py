@@ -36,7 +36,7 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
     for turn, item in enumerate((found.element, found.element) if items is None else items):
         names, analysis.counts, frame.jumps = dict(frame.names), dict(counts_after), []
         body(item)
-        # A turn ends with its code, or at a `continue` or `break`; one that returns or raises does not go on.
+        # A turn ends with its code, or at a `continue` or `break`; one that returns or raises does not continue.
         ends = [*frame.jumps, *([] if frame.dead else [(frame.names, analysis.counts)])]
         if ends and (items is not None or turn == 0):
             counts_after = v.join_counts([counts for _, counts in ends])
@@ -382,7 +382,7 @@ def _if(node: ast.If, frame: Frame) -> None:
 
 
 def _branches(bodies: list[list[ast.stmt]], frame: Frame, *, depends: bool) -> None:
-    """Run alternatives from the same start and let those that go on meet again."""
+    """Run alternatives from the same start and let those that continue meet again."""
     names, counts = frame.names, frame.analysis.counts
     ends: list[tuple[dict[str, Value], dict[str, int], str]] = []
     for body in bodies:

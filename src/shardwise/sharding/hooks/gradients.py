@@ -123,7 +123,7 @@ class BackwardEnd:
                 dist.all_reduce(tensor, group=group)
 
 
-def carry_over(old: torch.Tensor, new: torch.Tensor) -> None:
+def copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Copy attributes and hooks to a parameter that replaces another."""
     for name, value in old.__dict__.items():
         new.__dict__.setdefault(name, value)

@@ -161,7 +161,7 @@ class GraphCalls:
                 fix="loss.backward(), then parameter.grad; by inputs or activations torch.autograd.grad works",
             )
         if any(isinstance(output, DTensor) for output in outputs):
-            self._hand_on_plain_gradients()
+            self._convert_plain_gradients()
         self._is_followed = False
         if not self._arrives_at_outputs():
             self._follow()
@@ -236,7 +236,7 @@ class GraphCalls:
                 todo += [child for child, _ in node.next_functions if child is not None]
         return seen
 
-    def _hand_on_plain_gradients(self) -> None:
+    def _convert_plain_gradients(self) -> None:
         """A term over sharded parameters makes the loss a DTensor; what the model computed gets plain gradients.
 
         A result is a DTensor if one of its operands is; what calls return is plain.

@@ -6,7 +6,7 @@ torch refuses to compute with a DTensor and a plain tensor, and takes a plain on
 every rank, which a loss is not. In this time a DTensor that meets a plain tensor counts as its whole value. So does, in
 a forward, a parameter that code reaches while its group is sharded: in a generator, or from an object that kept it.
 
-Some operators on DTensors torch refuses, or answers with what one rank holds; `mend_operators` answers those.
+`register_dtensor_handlers` handles operators that torch refuses for DTensors, or computes from the local tensor alone.
 """
 
 import contextlib
@@ -211,7 +211,7 @@ _OF_WHOLE = (_aten.index.Tensor, _aten._unique2.default)
 
 
 @functools.cache
-def mend_operators() -> None:
+def register_dtensor_handlers() -> None:
     """Answer them for the whole tensor, in this process, from now on."""
     for operator in (*compat.operators_without_strategy(), *_OF_WHOLE):
         answer = write_whole if operator._schema.is_mutable else compute_whole

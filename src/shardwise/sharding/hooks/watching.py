@@ -141,7 +141,7 @@ def _open_tracer(process_group: Any, ranks: tuple[int, ...], machine: str | None
 
 
 def watch_by_default(model: nn.Module) -> None:
-    """Watch a model that shardwise has sharded; where ranks cannot share memory, report that and go on without.
+    """Watch a model that shardwise has sharded; where ranks cannot share memory, report that and continue without.
 
     Ranks:
         Collective.

@@ -398,8 +398,8 @@ def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError
         what = f"the ranks of a context group have tokens {', '.join(str(list(shape)) for shape, _ in told)}"
         why = "each rank has an equal part of the same sequences"
     elif len({str(digest) for _, digest in told}) == 1:
-        what = "all ranks of a context group were given the same tokens"
-        why = "each rank takes what it is given for its part of a longer sequence"
+        what = "all ranks of a context group have the same tokens"
+        why = "each rank treats its tokens as its part of a longer sequence"
     elif isinstance(positions, Tensor) and positions.ndim == 2 and (state.gather(positions, 1).diff(dim=1) > 1).any():
         what = "the parts of the ranks of a context group are not in the order that the model expects"
         why = f"context.balanced is {state.layout.balanced}, and the positions of all parts then have gaps"

@@ -148,7 +148,7 @@ class Pipeline:
         target = torch.zeros(self.num_microbatches, device=self.device)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **batch)
         self._add_tied_gradients()
-        return self._told([loss.detach() for loss in losses])
+        return self._reduce_loss([loss.detach() for loss in losses])
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ class Pipeline:
             Collective. The same on every rank of a pipeline.
         """
         self._prepare(batch)
-        return self._told(self._forward(_split(batch, self.num_microbatches)))
+        return self._reduce_loss(self._forward(_split(batch, self.num_microbatches)))
 
     @torch.no_grad()
     def compute(self, batch: Batch, function: Callable[[nn.Module, Any], Tensor]) -> Tensor:
@@ -208,7 +208,7 @@ class Pipeline:
             reshard(part.model)
         return made
 
-    def _told(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _reduce_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The sum of the last stage's losses, and of its tokens, on every rank of the pipeline."""
         both = torch.zeros(2, device=self.device)
         if losses:
@@ -241,12 +241,12 @@ class Pipeline:
         rows = _split(batch, count)[0]
         first = self.parts[0]
         # It communicates within a stage only: if one stage fails, all ranks raise.
-        described = run_on_all(lambda: _look_at(first, rows, []) if first.stage.is_first else None, self.mesh)
+        described = run_on_all(lambda: _trace_stage(first, rows, []) if first.stage.is_first else None, self.mesh)
         told = next(each for each in gather_objects(described, group=self.group) if each is not None)
         for part in self.parts:
             part.passing.block_output, part.passing.unit_outputs = told
         others = [part for part in self.parts if not part.stage.is_first]
-        run_on_all(lambda: [_look_at(part, rows, self._received(part)) for part in others], self.mesh)
+        run_on_all(lambda: [_trace_stage(part, rows, self._received(part)) for part in others], self.mesh)
         self._send_tied_parameters()
         self._schedule, self._shape = self._make_schedule() if is_step else None, shape
 
@@ -364,7 +364,7 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
 
 
 @torch.no_grad()
-def _look_at(part: Part, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+def _trace_stage(part: Part, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
     """Run a stage once, and leave no trace; what its first block, and the modules outside of blocks, return, on meta.
 
     Raises:

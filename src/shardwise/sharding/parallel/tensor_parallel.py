@@ -403,7 +403,7 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
 def _difference(whole: ForwardRecord, parts: ForwardRecord) -> ShardError | None:
     for (name, expected), (_, found) in zip(whole.samples, parts.samples, strict=False):
         if expected.shape != found.shape or not _is_close(expected, found):
-            return _wrong(name, "it gives something else than with whole tensors")
+            return _wrong(name, "its output differs from the undivided module's")
     if (found := parts.undivided_input()) is not None:
         return _wrong(found[0], f"its input depends on {found[1]} that is not divided, whose gradient would be wrong")
     return None
