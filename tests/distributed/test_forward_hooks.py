@@ -112,9 +112,9 @@ def test_hooks_are_entered_once_per_call(rank: int):
 @ranks(2)
 def test_a_method_raising_leaves_the_model_usable(rank: int):
     model, reference = shard(Model(), mesh=mesh_of(2)), Model()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.generate(torch.randn(3, 5))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(3, 5))
     torch.testing.assert_close(model(batch(rank)), reference(batch(rank)))
 
