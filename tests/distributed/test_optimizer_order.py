@@ -367,7 +367,7 @@ def test_an_entry_lost_between_two_saves_is_named(rank: int, tmp_path: Path) -> 
         checkpointer.save(3, model=model, optimizers=optimizer)
         if rank == 1:
             del optimizer.state[model.get_submodule("1").weight]
-        with pytest.raises(CheckpointError, match="rank 1 has no part"):
+        with pytest.raises(CheckpointError, match="rank 1 has no shard"):
             checkpointer.save(4, model=model, optimizers=optimizer)
         assert checkpointer.latest() == 3
 

@@ -273,7 +273,8 @@ class Objective:
     ) -> Tensor:
         if self._head is not None:
             is_tried, self._is_tried = self._is_tried, True
-            if not is_tried or labels.device.type == "cpu":  # later labels on a GPU make the loss NaN
+            # Later labels on a GPU make the loss NaN; the fake tensors that plan a pipeline have no values.
+            if type(labels) is Tensor and (not is_tried or labels.device.type == "cpu"):
                 _check_labels(labels, self._head.weight.shape[0])
             before = None if is_tried else volatile_state(model)
             loss, chunked = None, ChunkedLoss(self._head, labels)

@@ -140,7 +140,7 @@ TOLD = {
     "optimizer_state_counted": (
         "model = FSDP(build())\nopt = AdamW(model.parameters())\n"
         "size = sum(v.numel() for state in opt.state.values() for v in state.values() if torch.is_tensor(v))\n",
-        "numel() of an optimizer's state counts the whole",
+        "numel() of an optimizer's state counts the full tensor",
     ),
     "sharded_file": (
         "from torch.distributed.fsdp import StateDictType\n\nmodel = FSDP(build())\n"
