@@ -268,6 +268,31 @@ SIXTH = {
     "stepfun-ai/Step-Audio": "a52b94d85d418cd5bc736d696d310c990befbc79",
     "windsornguyen/flash-stu": "54f78d4b91cc068ccc23554172beab1277aa8ab1",
 }
+SEVENTH = {
+    "Alpha-VLLM/Lumina-Video": "1910f80b11366c0bfb754b0c781068aae875c28e",
+    "Alpha-VLLM/Lumina-mGPT-2.0": "f44a4d7f15aaf35e097d422b5712468001489c6c",
+    "EleutherAI/elk": "84e99a36a5050881d85f1510a2486ce46ac1f942",
+    "EleutherAI/tuned-lens": "b26b0c3dd5bdef00aa1c152f03151dd3a2b44456",
+    "Francis-Rings/StableAvatar": "46c04929cbc86cb2e0f50265d276fcf619737312",
+    "Nishant-aiml/IVERI-HYBRID-SLM-MODEL": "4d1e203173c112ff3730c07fa3d0586b4e50ca0a",
+    "ORNL/HydraGNN": "d251f81627e6677c8636babe52ec0b020b2d27b7",
+    "OpenGVLab/LLaMA-Adapter": "521a09da84f70f6913d54b7421afa24010319e47",
+    "ahmadrrrtx/xr-foundation-model": "4a90b7e74f04f82bd4d9e6d5b34b7308721d25f9",
+    "anachroni-co/cunca": "a2da552b7e68f31875471e5b3243508ba4de8384",
+    "aruncs2005/llama2-70b-finetuning": "b722c62fe8a0b2f2a910b27da49e0d57c9311133",
+    "erenovic/krea-realtime": "7826850c8911b38e11567f644e6bf08e8e3a97a0",
+    "fangyihao/qatree": "e79115565c04d09ff317ae88792efc2d8d7e62b8",
+    "gaosh/ToMoE": "a3e1b655dbfd5af0382c67e2a8069301c089f022",
+    "hamstergamerszhang-ops/single-gpu-llm-toolkit": "0b09cdcd535d3d5ff2b6fb13e6cdcce3b1c26d61",
+    "jayaramakarthikeya/segmentation_distributed": "06f9e22fafaaba06e9befad0a010eb15138e4875",
+    "jjziets/vasttools": "af471f1a9623e1e7b4cc8a72135ff1e74f8dfa2d",
+    "kyegomez/Andromeda": "991bd81d8c4ed072ec4e6bc2b9c8fc66903463cc",
+    "moojink/openvla-oft": "213c5ff8d6e9673885d7e4dd6f2ce73b5d8a45db",
+    "rushilbhat/parallelism-experiments": "b4203804e0952ab1e6c46bedfe7f6c47d687fb4b",
+    "volcengine/verl": "b178a3cd56f58b2d502255daba591e92833930a7",
+    "yangdongchao/RSTnet": "5f01e1fbefe947342ac404e80fed8fbe5cc3da03",
+    "yangdongchao/UniAudio": "c1146a8cecf84f1c2e877170d84998393b7e1e78",
+}
 """Repositories and the commits that were read."""
 SETS = {
     "first": (REPOSITORIES, 20261117, 40),
@@ -276,6 +301,7 @@ SETS = {
     "fourth": (FOURTH, 20261120, 40),
     "fifth": (FIFTH, 20261121, 12),
     "sixth": (list(SIXTH), 20261122, 40),
+    "seventh": (list(SEVENTH), 20261123, 20),
 }
 """Repositories, seed and number of calls."""
 CLASS = "FullyShardedDataParallel"
