@@ -293,6 +293,28 @@ SEVENTH = {
     "yangdongchao/RSTnet": "5f01e1fbefe947342ac404e80fed8fbe5cc3da03",
     "yangdongchao/UniAudio": "c1146a8cecf84f1c2e877170d84998393b7e1e78",
 }
+EIGHTH = {
+    "ByteDance-Seed/ByteCheckpoint": "93292ea95acc0573c54d73b14a17646879bc5f3c",
+    "Eikor/R-ESM": "767357d84841d4f7b09b7882c720e28ef5f7c922",
+    "FoundationVision/InfinityStar": "0446330b6791c41d1ef5e6a41a2dfbcea92da279",
+    "KlingAIResearch/StreamHOI": "934b4fb60dee72164a5da3752f05f5ba00c42a33",
+    "Lightning-AI/pytorch-lightning": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
+    "Modalities/modalities": "bf0e6d32450d07fd2a5786c48603694e041f9c16",
+    "NCAR/miles-credit": "5e14b83c9927edf0b67cddc4f2ed33d2630d17cf",
+    "NVlabs/LongLive": "7860ad9685686bc3edfd407eb4d12579ca47d689",
+    "OpenBMB/RLPR": "8490fca326c625a1697a09ac1a1476a4f6f76325",
+    "Tencent-Hunyuan/MixGRPO": "e5cdd6a427778d8c8b2e7a48ce16972141adbe7c",
+    "Vance0124/Token-level-Direct-Preference-Optimization": "2a736ecb285394a8419b461816bce1ba3b093cc9",
+    "XiaoWang-Github/ORBIT-2": "2bc05ae85355f68cd0588d97998500fefe5e0041",
+    "azuresky03/distill_wan2.1": "b8b2b2913c5bef77835afb634fbd02e2ade310fa",
+    "intelligent-machine-learning/dlrover": "7c3e96481f7010c3e4b7adb4c6618075e07d144e",
+    "microsoft/VITRA": "c68b65e447eab1fb22c6cfa57f0a8f88041e32b3",
+    "microsoft/dayhoff": "bf434ea6693fd0a775f3187e61306b11e4535226",
+    "nv-tlabs/cmd": "229227a515117cc791c964ffaa69b173e91b403e",
+    "rioyokotalab/moe-recipes": "0860594e0e278d4b9cea547adb5d0177f0648a38",
+    "wangshankun/FastVideo": "6a997fdbb41be9e49b1284bc778864c628f6be70",
+    "wuwowuyi/DPO-Direct-Preference-Optimization-replication": "38825e8863872c387b0b8bceb475e68ab68948c2",
+}
 """Repositories and the commits that were read."""
 SETS = {
     "first": (REPOSITORIES, 20261117, 40),
@@ -302,6 +324,7 @@ SETS = {
     "fifth": (FIFTH, 20261121, 12),
     "sixth": (list(SIXTH), 20261122, 40),
     "seventh": (list(SEVENTH), 20261123, 20),
+    "eighth": (list(EIGHTH), 20261124, 20),
 }
 """Repositories, seed and number of calls."""
 CLASS = "FullyShardedDataParallel"
