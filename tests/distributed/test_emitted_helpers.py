@@ -64,3 +64,27 @@ def test_a_gradient_of_gathered_parameters_is_refused_when_the_block_has_ended(r
         loss.backward()
     model(batch).sum().backward()
     assert model.weight.grad is not None
+
+
+@ranks(2)
+def test_written_full_parameters_stay_within_the_mesh_of_their_model(rank: int):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("models", "shard"))
+    torch.manual_seed(rank)  # two models, each on a mesh of one rank
+    model = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh["shard"])
+    before = model.weight.full_tensor().clone()
+    with emitted_helpers._full_params(model, writeback=True, rank0_only=True):
+        pass
+    assert torch.equal(model.weight.full_tensor(), before)
+
+
+@ranks(2)
+def test_a_block_without_sync_inside_of_another_does_not_end_it(rank: int):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    with emitted_helpers._no_sync(model):
+        with emitted_helpers._no_sync(model):
+            model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is None  # nothing is reduced yet
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((2, 2), 3.0))
