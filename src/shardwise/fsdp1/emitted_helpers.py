@@ -471,11 +471,16 @@ def _no_sync(model):
         with model.no_sync():
             yield
         return
+    if getattr(sharded, "is_without_sync", False):  # a block inside of another ends with it
+        yield
+        return
     sharded.set_requires_gradient_sync(False)
+    sharded.is_without_sync = True
     try:
         yield
     finally:
         sharded.set_requires_gradient_sync(True)
+        sharded.is_without_sync = False
 
 
 @contextlib.contextmanager
@@ -526,8 +531,8 @@ def _full_params(module, writeback=True, rank0_only=False, recurse=True):
     if writeback:
         with torch.no_grad():
             for parameter, value in now.items():
-                if rank0_only:
-                    dist.broadcast(value.data, 0)
+                for group in reversed(parameter.device_mesh.get_all_groups()) if rank0_only else ():
+                    dist.broadcast(value.data, group=group, group_src=0)
                 parameter.copy_(distribute_tensor(value.data, parameter.device_mesh, parameter.placements))
 
 
