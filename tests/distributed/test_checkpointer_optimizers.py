@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpointing.formats.sharded import read_manifest
 from shardwise.checkpointing.manager import Checkpointer
+from shardwise.checkpointing.weights import load_full
 from shardwise.errors import CheckpointError, ConfigError
 from tests.by_hand import Tiny, full, loss_of, mesh_1d, mesh_2d, shard_by_hand, tiny, tokens
 from tests.ranks import ranks
@@ -268,3 +270,31 @@ def test_torch_reads_ours_and_we_read_torchs(rank: int, tmp_path: Path):
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["betas"]) == (0.01, (0.7, 0.8))
     for ours, theirs in zip(by_us.parameters(), model.parameters(), strict=True):
         assert torch.equal(full(ours), full(theirs))
+
+
+@ranks(2)
+def test_flattened_optimizer_state_of_torch_is_read(rank: int, tmp_path: Path):
+    """`flatten_optimizer_state_dict=True`, as torchtitan saves: one entry for each state and option of a parameter."""
+
+    def build(seed: int, *decays: float) -> tuple[Tiny, torch.optim.Optimizer]:
+        model = shard_by_hand(tiny(seed=seed), mesh_1d(2))
+        parameters = trainable(model)
+        groups = [{"params": parameters[:3]}, {"params": parameters[3:6]}, {"params": parameters[6:]}]
+        groups = [group | {"weight_decay": decay} for group, decay in zip(groups, decays, strict=True)]
+        return model, torch.optim.AdamW(groups, lr=0.01, betas=(0.7, 0.8))
+
+    model, optimizer = build(1, 0.0, 0.5, 0.5)
+    trained(model, optimizer, rank)
+    states = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp.save({**get_model_state_dict(model), "optimizer": states}, checkpoint_id=tmp_path / "torchs")
+
+    loaded, fresh = build(3, 9.0, 9.0, 9.0)
+    with Checkpointer(tmp_path / "unused") as checkpointer:
+        checkpointer.load(model=loaded, optimizers=fresh, path=tmp_path / "torchs")
+    assert_same_state(state_of(loaded, fresh), state_of(model, optimizer))
+    assert [(group["weight_decay"], group["betas"]) for group in fresh.param_groups] == [
+        (decay, (0.7, 0.8)) for decay in (0.0, 0.5, 0.5)
+    ]
+    merged = torch.optim.AdamW(trainable(loaded))
+    with pytest.raises(CheckpointError, match="no stored group"):
+        load_full(tmp_path / "torchs", model=loaded, optimizers=merged)

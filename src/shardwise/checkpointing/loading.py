@@ -283,10 +283,12 @@ class LoadPlan:
             problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
             problems += [f"{prefix}: {name} was optimized, and is not now" for name in sorted(known - live)]
         kinds: Mapping[str, run_state.Kind] = self.contents.values.get(f"{prefix}.{run_state.KINDS}", {})
+        is_flat = self.contents.details.get("has_flat_groups", False)  # groups with equal options are stored as one
         for place, group in enumerate(groups):
             names, stored = _find_group(set(group.names), place, stored_groups)
             options: dict[str, Any] = {}
-            if stored is not None and not (strict and set(names) != set(group.names)):
+            fits = set(group.names) == set(names) or (is_flat and set(group.names) <= set(names))
+            if stored is not None and (fits or not strict):
                 options = self._plan_options(group, stored)
             else:
                 what = f"the group with {group.names[0]}" if group.names else f"the empty group {place}"

@@ -59,6 +59,7 @@ def with_our_names(contents: Contents) -> Contents:
     """
     if contents.format == "sharded" or contents.details.get("has_our_names"):
         return contents
+    contents = _nested_optimizers(contents)
     model, optimizers = find_sections(contents)
     paths = [contents.path_of(name) for name in contents.tensors]
     bare = [str(path[-1]) for path in paths if path[:-1] == model]
@@ -88,6 +89,40 @@ def with_our_names(contents: Contents) -> Contents:
             if step is None and path[-1] in _STEP_NAMES and len(path) <= 2 and type(values[new]) is int:
                 step = values[new]
     return replace(contents, tensors=tensors, values=values, structure=structure, step=step)
+
+
+def _nested_optimizers(contents: Contents) -> Contents:
+    """Give flattened optimizer state (`state.<name>.exp_avg`, `param_groups.<name>.lr`) the layout of a nested one.
+
+    Parameters with the same options become a group; of a tensor among the options each has its own.
+    """
+    paths = {name: contents.path_of(name) for name in (*contents.tensors, *contents.values)}
+    leaves = {name: str(path[-1]).split(".", 1) for name, path in paths.items()}
+    roots = {paths[name][:-1] for name, leaf in leaves.items() if leaf[0] == "param_groups" and len(leaf) > 1}
+    structure: dict[str, KeyPath] = dict(contents.structure)
+    options: dict[tuple[KeyPath, str], dict[str, str]] = {}
+    for name, (kind, *rest) in leaves.items():
+        if paths[name][:-1] in roots and rest and kind in ("state", "param_groups"):
+            parameter, _, key = rest[0].rpartition(".")
+            structure[name] = (*paths[name][:-1], kind, parameter, key)
+            if kind == "param_groups":
+                options.setdefault((paths[name][:-1], parameter), {})[key] = name
+    values, tensors = dict(contents.values), dict(contents.tensors)
+    groups: dict[str, tuple[KeyPath, list[str]]] = {}
+    for (root, parameter), named in options.items():
+        same = repr((root, sorted((key, contents.values.get(name, name)) for key, name in named.items())))
+        path, parameters = groups.setdefault(same, ((*root, "param_groups", len(groups)), []))
+        parameters.append(parameter)
+        values[name := ".".join(map(str, (*path, "params")))] = parameters
+        structure[name] = (*path, "params")
+        for key, name in named.items():
+            value, structure[name] = values.pop(name, None), (*path, key)
+            if name not in tensors and len(parameters) == 1:
+                values[name] = value
+    details = {**contents.details, "has_flat_groups": bool(groups)}
+    return (
+        replace(contents, tensors=tensors, values=values, structure=structure, details=details) if groups else contents
+    )
 
 
 def only_model(contents: Contents) -> Contents:
@@ -459,7 +494,7 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected")
 
     def is_ignored(name: str) -> bool:
-        if name.rpartition(".")[2] == "_extra_state":  # what a module keeps for itself: no tensor of the model
+        if "_extra_state" in name.split("."):  # what a module keeps for itself: no tensor of the model
             return True
         return canonical_name(name) in computed or any(pattern.search(name) for pattern in ignorable)
 

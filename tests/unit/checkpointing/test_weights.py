@@ -320,6 +320,9 @@ def test_what_modules_keep_for_themselves_is_not_unexpected(tmp_path: Path):
     extra = {"inner._extra_state": torch.zeros(7, dtype=torch.uint8)}
     save_file(state_of(expected, "head.weight") | extra, tmp_path / "w.safetensors")
     assert load_weights(build(1), tmp_path / "w.safetensors").ignored == ("inner._extra_state",)
+    nested = {**build(1).state_dict(), "inner._extra_state": {"count": torch.ones(3), "kind": "a"}}  # get_extra_state()
+    torch.save(nested, tmp_path / "w.pt")
+    assert load_weights(build(1), tmp_path / "w.pt").ignored == ("inner._extra_state.count",)
 
 
 @pytest.mark.parametrize(
