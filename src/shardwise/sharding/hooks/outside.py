@@ -217,14 +217,15 @@ def register_dtensor_handlers() -> None:
         answer = write_whole if operator._schema.is_mutable else compute_whole
         compat.answer_operator(operator, functools.partial(answer, operator))
     for operator in compat.in_place_operators():
-        compat.answer_operator(operator, _reduce_first)
+        if operator not in _OF_SEVERAL:  # those reduce by themselves: optimizers call them for each parameter
+            compat.answer_operator(operator, _reduce_first)
     compat.answer_operator(_aten._local_scalar_dense.default, _item)
     compat.answer_operator(_aten.index_put_.default, _write_masked)
     compat.answer_operator(_aten.eye.m_out, _eye)
     for operator in (*_DRAW_IN_PLACE, *_DRAW_LIKE):
         compat.answer_operator(operator, functools.partial(_draw, operator))
     for operator in _OF_SEVERAL:
-        compat.answer_operator(operator, functools.partial(_meet_plain, operator))
+        compat.answer_operator(operator, functools.partial(_meet_plain, operator, operator._schema.is_mutable))
     watch_views()
     for name, method in (("data_ptr", _data_ptr), ("__format__", _format)):
         setattr(DTensor, name, method)
@@ -232,14 +233,20 @@ def register_dtensor_handlers() -> None:
         setattr(DTensor, name, functools.partialmethod(_refuse_export, name))
 
 
-def _meet_plain(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+def _meet_plain(operator: Any, is_written: bool, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
     """A DTensor and a plain tensor, which torch refuses: each rank writes its part, or computes with whole values.
 
     Ranks:
-        Collective where the result is plain.
+        Collective where the result is plain, or a partial value is written to.
     """
-    first, *others = tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-    is_written = operator._schema.is_mutable
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    first, others = tensors[0], tensors[1:]
+    if is_written:
+        _reduce(first)
+        if type(first) is DTensor and all(_is_scalar_or_like(first, each) for each in others):
+            # Optimizers do this for each parameter; a second dispatch would take longer.
+            operator(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
+            return first
 
     def is_alike(tensor: torch.Tensor) -> bool:
         return isinstance(tensor, DTensor) and (
@@ -264,6 +271,17 @@ def _meet_plain(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any)
 
     operator(*change_tensors(args, own), **change_tensors(kwargs, own))
     return first
+
+
+def _is_scalar_or_like(first: DTensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain number, or is sharded as `first` is and of its shape."""
+    if type(tensor) is DTensor:
+        return compat.spec_of(tensor) == compat.spec_of(first)
+    return type(tensor) is torch.Tensor and tensor.ndim == 0
+
+
+def _local(value: Any) -> Any:
+    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -347,10 +365,16 @@ def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
 
 
 def _reduce_first(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """`norm.square_()`, `F.normalize`: torch refuses to write to what is still to be reduced, or writes each term."""
-    if any(placement.is_partial() for placement in getattr(args[0], "placements", ())):
-        compat.reduce_in_place(args[0])
+    _reduce(args[0])
     return plain()
+
+
+def _reduce(written: Any) -> None:
+    """`norm.square_()`, `F.normalize`: torch refuses to write to what is still to be reduced, or writes each term."""
+    for placement in getattr(written, "placements", ()):
+        if placement.is_partial():
+            compat.reduce_in_place(written)
+            return
 
 
 def _eye(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
