@@ -156,6 +156,10 @@ RANKS = {
     "\n\nsave(model, 0)\n",
     "decorator": "@rank_zero_only\ndef save(model):\n    torch.save(model.state_dict(), path)\n\n\nsave(model)\n",
     "named": "is_first = dist.get_rank() == 0\nif is_first:\n    torch.save(model.state_dict(), path)\n",
+    "caller": "def save(model):\n    torch.save(model.state_dict(), path)\n\n\nif is_main_process():\n"
+    "    save(model)\n",
+    "callers": "def save(model):\n    torch.save(model.state_dict(), path)\n\n\ndef end(model):\n    save(model)\n\n\n"
+    "if rank == 0:\n    end(model)\nif rank == 0 and is_last:\n    save(model)\n",
     "main_process": "if args.is_main_process and done:\n    torch.save(model.state_dict(), path)\n",
 }
 
@@ -171,6 +175,15 @@ def test_state_dict_that_both_branches_of_a_test_for_the_rank_take_is_gathered()
     _, findings = migrate(
         "model = FSDP(build())\n", "if rank == 0:\n    s = model.state_dict()\nelse:\n    model.state_dict()\n"
     )
+    assert codes(findings, Status.NEEDS_DECISION) == []
+
+
+def test_function_that_takes_a_state_dict_gathers_it_where_all_ranks_may_call_it():
+    save = (
+        "def save(model):\n    torch.save(model.state_dict(), path)\n\n\nif rank == 0:\n    save(model)\nsave(model)\n"
+    )
+    text, findings = migrate("model = FSDP(build())\n", save)
+    assert "torch.save(_whole_state(model), path)" in text
     assert codes(findings, Status.NEEDS_DECISION) == []
 
 
@@ -489,3 +502,29 @@ def test_other_data_for_sharded_parameters_is_reported(body: str):
     casting = "def upcast(params, dtype):\n    for p in params:\n        p.data = p.master\n"
     assert "SW135" in codes(migrate("model = FSDP(build())\n", body, casting=casting)[1], Status.NEEDS_DECISION)
     assert "SW135" not in codes(migrate(body.replace("model", "plain"), "FSDP(build())\n", casting=casting)[1])
+
+
+SAVER = "class Saver:\n    def save(self, model):\n        torch.save(model.state_dict(), 'x')\n"
+SAVERS = {
+    "kept": "saver = Saver()\n\n\ndef run():\n    saver.save(FSDP(build()))\n",
+    "attribute": "class Loop:\n    def __init__(self):\n        self.saver = Saver()\n\n    def run(self):\n"
+    "        self.saver.save(FSDP(build()))\n",
+    "at_once": "Saver().save(FSDP(build()))\n",
+    "by_its_class": "Saver.save(None, FSDP(build()))\n",
+    "made_by_a_function": "saver = make_saver()\nsaver.save(FSDP(build()))\n",
+}
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_object_of_a_file_without_fsdp_is_followed_when_a_method_gets_the_model(name: str):
+    saver = f"import torch\n\n\n{SAVER}\n\ndef make_saver():\n    return Saver()\n"
+    main = f"{IMPORTS}from saver import Saver, make_saver\n\n{SAVERS[name]}"
+    program = Program({"saver.py": saver, "main.py": main})
+    text, _ = rewrite(program.file("saver.py"), program, "torch")
+    assert "torch.save(_whole_state(model), 'x')" in text
+
+
+def test_object_of_a_file_without_fsdp_that_gets_no_model_is_left_unread():
+    program = Program({"saver.py": f"import torch\n\n\n{SAVER}", "main.py": f"{IMPORTS}from saver import Saver\n\n"
+                       "Saver().save(build())\nmodel = FSDP(build())\n"})  # fmt: skip
+    assert rewrite(program.file("saver.py"), program, "torch") == (program.texts["saver.py"], [])

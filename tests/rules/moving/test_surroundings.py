@@ -555,6 +555,10 @@ COLLECTIVES = {
     "scaled": ("for p in model.parameters():\n    p.data.mul_(0.9)\n", []),
     "averaged": ("new = torch.zeros(2)\nfor p in model.parameters():\n    new.lerp_(p.data, 0.1)\n", STAYS),
     "kernels": ("import bitsandbytes as bnb\noptimizer = bnb.optim.AdamW8bit(model.parameters())\n", STAYS),
+    "kernels_of_groups": ("import apex\n\n\ndef groups(model):\n    found = []\n    for p in model.parameters():\n"
+                          "        found.append(p)\n    return [{'params': found}]\n\n\n"
+                          "made = groups(model)\noptimizer = apex.optimizers.FusedAdam(made)\n", STAYS),
+    "kernels_of_another": ("import apex\nother = build()\nopt = apex.optimizers.FusedAdam(other.parameters())\n", []),
     "torchs": ("optimizer = torch.optim.AdamW(model.parameters())\n", []),
 }  # fmt: skip
 

@@ -367,6 +367,10 @@ class Evaluator:
             return self._joined(call, is_chain="itertools.chain" in origins)
         name = last_name(function)
         receivers = self.values(function.value) if isinstance(function, ast.Attribute) else NOTHING
+        unread = [self.flow.classes[one.definition] for one in receivers if one.definition in self.flow.classes]
+        if unread and any(self.flow.matters(self.values(one)) for one in given_to(call)):
+            for file in unread:  # `saver = Saver(path)` and, later, `saver.save(model)`
+                self.flow.activate(file)
         builtin = None
         if not origins and not isinstance(function, ast.Attribute):
             builtin = self._of_function(call, name)
@@ -562,7 +566,10 @@ class Evaluator:
         if not isinstance(call.func, ast.Attribute):
             return
         owner = self._resolve(call.func.value) if isinstance(call.func.value, ast.Name | ast.Attribute) else None
+        hands_on = (self.flow.matters(self.values(one)) for one in given_to(call))
         if owner is not None and isinstance(owner[1], ast.ClassDef):  # `Trainer.build(model)`
+            if any(hands_on):
+                self.flow.activate(owner[0])
             for file, method in self._methods_of(owner[1], name):
                 is_bound = "classmethod" in map(last_name, method.decorator_list)
                 yield file.context, method, instance(owner[1]) if is_bound else None
@@ -572,8 +579,8 @@ class Evaluator:
             for file, method in self._methods_of(one.definition, name):
                 is_static = "staticmethod" in map(last_name, method.decorator_list)
                 yield file.context, method, None if is_static else one
-        hands_on = (self.flow.matters(self.values(one)) for one in given_to(call))
         if not known and name not in _COMMON and not self.context.origins(call.func) and any(hands_on):
+            self.flow.activate_methods(name, self.context)
             for file, method in self.flow.methods.get(name, []):
                 owner_class = file.context.parents[method]
                 if isinstance(owner_class, ast.ClassDef) and self._is_near(file):

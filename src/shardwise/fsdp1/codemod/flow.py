@@ -102,8 +102,10 @@ class Sharded(Evaluator):
     def is_handed_away(self, call: ast.Call) -> bool:
         """Whether a wrapped model, or a function that wraps one, goes to a function that comes from who knows where."""
         match call.func:
-            case ast.Attribute(attr=name) if name in self.flow.methods or self._resolve(call.func) is not None:
-                return False  # of a class that this one is mixed with, or a class inside of it
+            case ast.Attribute(attr=name) if name in self.flow.methods:
+                return False  # of a class that this one is mixed with
+            case function if self._resolve(function) is not None:
+                return False  # of the program
             case ast.Name() | ast.Attribute(value=ast.Name(id="self")) if self.is_unknown(call.func):
                 return any(self.holds_part(one) or self._makes_wrapped(one) for one in given_to(call))
         return False
@@ -408,6 +410,13 @@ class ProgramFlow:
                 for other, _ in filter(None, above):
                     self.activate(other)
         return self.files[context.path]
+
+    def activate_methods(self, name: str, context: FileContext) -> None:
+        """Read the files that a file imports from and that have a class with a method of this name."""
+        for path in self.imports(context) - self.files.keys():
+            other = self.program.parsed(path)
+            if other is not None and any(name == one.name for one in other.functions if other.enclosing_class(one)):
+                self.activate(other)
 
     def _activate_importers(self) -> None:
         """Read the files that import a function which returns a wrapped model, or a class or variable that has one."""

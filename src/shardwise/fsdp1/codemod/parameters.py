@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 from shardwise.fsdp1.codemod.draft import FileDraft
+from shardwise.fsdp1.codemod.evaluating import is_of_wrapped
 from shardwise.fsdp1.codemod.flow import flow_of, wraps_models
 from shardwise.fsdp1.codemod.model_calls import FORWARD_CODE, TAKES
 from shardwise.fsdp1.codemod.program import Program, iterated, once
@@ -144,8 +145,11 @@ _KERNELS = ("bitsandbytes.optim.", "apex.optimizers.", "deepspeed.ops.")
 
 def _report_kernels(draft: FileDraft, call: ast.Call) -> None:
     """An optimizer of a library whose kernels read memory by its address."""
-    origins = draft.context.origins(call.func, raw=True)
-    if any(one.startswith(_KERNELS) for one in origins) and any(is_sharded(draft, one) for one in _given(call)):
+    if not any(one.startswith(_KERNELS) for one in draft.context.origins(call.func, raw=True)):
+        return
+    taken = draft.sharded.taken_from(value for one in given_to(call) for value in draft.sharded.values(one))
+    owners = (one for _, _, several in taken for one in several)  # of groups that a function of the program makes
+    if any(is_sharded(draft, one) for one in _given(call)) or any(map(is_of_wrapped, owners)):
         message = f"{last_name(call.func)} has kernels of its own, which read the memory of DTensors wrongly or fail"
         fix = "an optimizer of torch.optim or torchao.optim, or a release of the library that takes DTensors"
         draft.undecided(NUMBERS_CODE, call, message, fix)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwise.config.fsdp1_names import HYBRID
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.flow import flow_of
+from shardwise.fsdp1.codemod.flow import Sharded, flow_of
 from shardwise.fsdp1.codemod.program import (
     Program,
     called_fsdp_name,
@@ -198,6 +198,14 @@ def only_on_some_ranks(context: FileContext, call: ast.Call) -> bool:
             return True
     function = context.enclosing_function(call)
     return function is not None and any(map(facts.is_rank_zero_decorator, function.decorator_list))
+
+
+def is_entered_on_some_ranks(file: Sharded, call: ast.Call, hops: int = 3) -> bool:
+    """Whether a call, or every known call of the function around it, is on some ranks only."""
+    sites = file.flow.sites_of(file.context.enclosing_function(call)) if hops else []
+    return only_on_some_ranks(file.context, call) or (
+        bool(sites) and all(is_entered_on_some_ranks(caller, site, hops - 1) for site, caller in sites)
+    )
 
 
 def rules_out(context: FileContext, call: ast.Call) -> bool:

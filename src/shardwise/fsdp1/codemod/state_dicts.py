@@ -20,7 +20,7 @@ from shardwise.fsdp1.codemod.state_calls import (
     StateSettings,
     dissolve,
     drop_dead_configs,
-    only_on_some_ranks,
+    is_entered_on_some_ranks,
     read_settings,
     remove_statement,
     rules_out,
@@ -419,7 +419,7 @@ def _refuse_leaks(context: FileContext, call: ast.Call, block: ast.With | None) 
 def _rewrite_call(draft: FileDraft, call: ast.Call, settings: StateSettings, *, sure: bool = True) -> None:
     """Rewrite one call. Not `sure`: the model may also be a plain one, whose own method must stay."""
     context, names = draft.context, draft.names.copy()
-    if only_on_some_ranks(context, call):
+    if is_entered_on_some_ranks(draft.sharded, call):
         fix = "call it on every rank and use the result on rank 0"
         raise Blocked("it is called on one rank only, and gathering takes all of them", fix, call)
     if _optimizer_method(context, call):
