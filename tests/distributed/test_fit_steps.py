@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.training.loop import fit
 from tests.distributed.fit_runs import changed, fit_on, losses, plain, tiny
@@ -48,6 +51,35 @@ def test_a_run_goes_on_when_memory_runs_out(rank: int, where: str, tmp_path: Pat
     fit(trouble)
     assert losses(trouble) == pytest.approx(losses(calm), abs=1e-5)
     assert len(losses(calm)) == 3
+
+
+class HostReads(TorchDispatchMode):
+    """Functions of shardwise in the loop's steps in which the host reads a tensor, and would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        is_masked = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+        if is_masked or name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"):
+            frame, names = sys._getframe(1), []
+            while frame is not None:
+                names += [frame.f_code.co_name] * ("/shardwise/" in frame.f_code.co_filename)
+                frame = frame.f_back
+            if "_train_until_bad" in names and not {"prefetched", "_try"} & {*names}:  # the loader; the first steps
+                self.places.add(names[0])
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+def test_steps_read_no_tensor_of_a_gpu(rank: int, tmp_path: Path):
+    """Whether there is a batch is known on the CPU; labels and losses are read in the step if they are there."""
+    options = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
+    with HostReads() as reads:
+        fit(replace(tiny(tmp_path, steps=3), model="llama3-bytes", model_options=options))
+    assert reads.places == {"lockstep", "_check_labels", "allows_step"}
 
 
 @pytest.mark.parametrize("most", [2, pytest.param(4, marks=pytest.mark.slow)])

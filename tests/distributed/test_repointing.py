@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shardwise import shard
 from shardwise.errors import ShardError
+from tests.collectives import count_collectives
 from tests.ranks import ranks
 
 
@@ -326,3 +327,14 @@ def test_a_criterion_that_is_first_used_in_a_later_step_is_refused_then(rank: in
     criterion(model(torch.ones(2, 4) + rank)).sum().backward()
     with pytest.raises(ShardError, match="another gradient on each rank"):
         optimizer.step()
+
+
+@ranks(1)
+def test_one_rank_compares_no_gradients(rank: int):
+    """On a GPU the host would wait for them, in every step until each parameter has one."""
+    model, criterion = shard(nn.Sequential(nn.Linear(4, 4))), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    with count_collectives(model) as trace:
+        optimizer.step()
+    assert not trace.collectives

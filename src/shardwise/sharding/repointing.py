@@ -73,8 +73,10 @@ def _held(optimizer: Optimizer) -> list[torch.Tensor]:
 _Reference = weakref.ref[torch.Tensor]
 _REPLACED: dict[int, tuple[_Reference, _Reference | None, str]] = {}
 """By identity of a parameter that a model no longer uses: itself, the one to step instead, and the model."""
-# What the optimizer held when it was last looked at, and the FSDP2 groups that hold its parameters.
-_EXAMINED: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+# What the optimizer held when it was last looked at, the FSDP2 groups that hold its parameters, and the mesh over which
+# gradients of its other parameters are still to be compared.
+_EXAMINED: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[Any]], DeviceMesh | None]]
+_EXAMINED = weakref.WeakKeyDictionary()
 _num_watched = 0
 
 
@@ -120,10 +122,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     end_outside_use()
     lists = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
     known = (_num_watched, len(sharded_roots()), lists)
-    examined, groups = _EXAMINED.get(optimizer, (None, []))
+    examined, groups, mesh = _EXAMINED.get(optimizer, (None, [], None))
     if examined != known:
-        groups, is_complete = _examine(optimizer)
-        _EXAMINED[optimizer] = (known if is_complete else None, groups)
+        groups, mesh = _examine(optimizer)
+    if examined != known or mesh is not None:
+        is_compared = mesh is None or _refuse_unaveraged(optimizer, mesh)
+        _EXAMINED[optimizer] = known, groups, None if is_compared else mesh
     for reference in groups:
         # A copy gathered before the step (model.unshard(), set_reshard_after_backward(False)) would hide the
         # updated shards from the next forward.
@@ -184,10 +188,10 @@ def optimizers_of(model: nn.Module) -> list[Optimizer]:
     return [each for each in list(_EXAMINED) if any(id(parameter) in parameters for parameter in _held(each))]
 
 
-def _examine(optimizer: Optimizer) -> tuple[list[weakref.ref[Any]], bool]:
-    """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps.
+def _examine(optimizer: Optimizer) -> tuple[list[weakref.ref[Any]], DeviceMesh | None]:
+    """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps, and their mesh.
 
-    The second value is False if a parameter beside the model had no gradient yet, so that the next step looks again.
+    The mesh is None if it has one rank, or no group is stepped.
     """
     adopt(optimizer)
     held = {id(parameter) for parameter in _held(optimizer)}
@@ -220,7 +224,7 @@ def _examine(optimizer: Optimizer) -> tuple[list[weakref.ref[Any]], bool]:
     if owned:
         refuse_unsupported(optimizer)
         follow_names(optimizer)
-    return owned, not meshes or _refuse_unaveraged(optimizer, meshes[0])
+    return owned, meshes[0] if meshes and meshes[0].size() > 1 else None
 
 
 _UNSUPPORTED = {

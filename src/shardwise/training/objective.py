@@ -272,10 +272,10 @@ class Objective:
         self, model: nn.Module, labels: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         if self._head is not None:
-            is_tried, self._is_tried = self._is_tried, True
             # Later labels on a GPU make the loss NaN; the fake tensors that plan a pipeline have no values.
-            if type(labels) is Tensor and (not is_tried or labels.device.type == "cpu"):
-                _check_labels(labels, self._head.weight.shape[0])
+            if type(labels) is Tensor and (not self._is_tried or labels.device.type == "cpu"):
+                _check_labels(labels, self._head.weight.shape[0])  # a trial of the step drops errors
+            is_tried, self._is_tried = self._is_tried, True
             before = None if is_tried else volatile_state(model)
             loss, chunked = None, ChunkedLoss(self._head, labels)
             try:

@@ -125,6 +125,7 @@ def test_labels_without_a_logit_are_refused(label: int):
     batch = {**BATCH, "labels": BATCH["labels"].masked_fill(BATCH["labels"] == 5, label)}
     with pytest.raises(ConfigError, match=f"the label {label}, and the model has logits for 0 to 7"):
         objective(model, batch)
+    assert not objective._is_tried, "the step after a trial, which drops errors, must refuse them on a GPU too"
 
 
 @pytest.mark.parametrize("label", [-1, 8])
