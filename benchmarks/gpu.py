@@ -6,7 +6,8 @@ python -m benchmarks.gpu moe moe-looped --toy          small models, a few steps
 
 World size 1: nothing is communicated. Random tokens, fp32 parameters and Adam states, bf16 compute, clipping on.
 MFU counts `6 N + 12 L W S` operations a token against the GPU's stated bf16 peak; of experts, N counts those that a
-token passes. Causal MFU counts half of attention.
+token passes. Causal MFU counts half of attention. The ceiling is one large bf16 matrix product, measured beside. A row
+that takes nine minutes has failed.
 """
 
 import json
@@ -44,6 +45,7 @@ from shardwise.training.loop import gc_frozen
 from shardwise.training.metrics import flops_per_token, peak_flops
 
 _TOY_LENGTH = 64
+_MOST_SECONDS = 540
 
 
 @dataclass(frozen=True)
@@ -406,10 +408,13 @@ def main() -> int:
     for name in options.rows:
         command = [sys.executable, "-m", "benchmarks.gpu", name, "--here", *(["--toy"] if options.toy else [])]
         # Messages go straight to the terminal, so that a run that is killed shows how far it came.
-        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        found = [line for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
+        try:
+            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_MOST_SECONDS).stdout
+        except subprocess.TimeoutExpired:
+            output = f"it took longer than {_MOST_SECONDS} s"
+        found = [line for line in output.splitlines() if line.startswith("FOUND ")]
         if not found:
-            print(f"{name} failed:\n{ran.stdout[-1500:]}", flush=True)
+            print(f"{name} failed:\n{output[-1500:]}", flush=True)
             status = 1
             continue
         report("gpu", [result_of(name, rows[name], json.loads(found[0].removeprefix("FOUND ")))], save=options.save)

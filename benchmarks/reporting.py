@@ -81,7 +81,7 @@ def _table(results: list[Result]) -> str:
         rows.append(
             (
                 result.case,
-                format_number(result.value, result.unit),
+                format_number(result.value, result.unit) + efficiency(result.details),
                 format_number(result.baseline, result.unit),
                 format_number(result.ratio),
                 f"{low_high[0]:.4g} to {low_high[1]:.4g}" if low_high else "",
@@ -93,6 +93,19 @@ def _table(results: list[Result]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def efficiency(details: dict[str, Any]) -> str:
+    """MFU, also with half of attention's operations as causal attention needs, and relative to the measured ceiling."""
+    if "causal_mfu" not in details:
+        return ""
+    shown = f", MFU {percent(details['mfu'])}, causal {percent(details['causal_mfu'])}"
+    return shown + (f", {details['percent_of_ceiling']} % of the ceiling" if "percent_of_ceiling" in details else "")
+
+
+def percent(fraction: float) -> str:
+    """With one decimal; a half, as in 0.7615, is rounded up."""
+    return f"{100 * fraction + 1e-9:.1f} %"
 
 
 def format_number(value: float | None, unit: str = "") -> str:

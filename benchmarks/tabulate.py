@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import RESULTS, format_number
+from benchmarks.reporting import RESULTS, efficiency, format_number, percent
 
 PAGE = Path(__file__).parents[1] / "docs/measurements.md"
 START, END = "<!-- from benchmarks/results -->", "<!-- end -->"
+CLASSES_START, CLASSES_END = "<!-- kernel classes from benchmarks/results -->", "<!-- end of kernel classes -->"
 
 
 def newest(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -46,14 +47,36 @@ def _row(result: dict[str, Any]) -> str:
     ratio = "" if result["ratio"] is None else f"{result['ratio']:.3f}"
     met = {True: "met", False: "**missed**", None: ""}[result["met"]]
     values = [format_number(result[key], result["unit"]) for key in ("value", "baseline")]
+    values[0] += efficiency(result["details"])
     return f"| {result['case']} | {values[0]} | {values[1]} | {ratio} | {interval} | {result['goal']} {met} |"
+
+
+def kernel_classes(results: list[dict[str, Any]]) -> str:
+    """Milliseconds of a step by class of kernel, for each row of `benchmarks.gpu` that was profiled."""
+    classes = ("matrix products", "attention", "compiled", "other", "idle")
+    shown = ("matrix products", "attention", "compiled (norms, casts, loss, AdamW)", "other and copies", "idle")
+    lines = [f"| row | step | {' | '.join(shown)} | MFU | causal MFU | of the ceiling |", "|---" * 10 + "|"]
+    for result in results:
+        details = result["details"]
+        if "causal_mfu" in details and "kernels_ms" in details:
+            spent = dict(details["kernels_ms"])
+            spent["other"] += spent["memory copies"]
+            times = [f"{milliseconds:,.0f}" for milliseconds in (details["step_ms"], *map(spent.__getitem__, classes))]
+            rates = [percent(details["mfu"]), percent(details["causal_mfu"]), f"{details['percent_of_ceiling']} %"]
+            name = result["case"].removeprefix("gpu/").partition(":")[0]
+            lines.append(f"| `{name}` | {' | '.join(times + rates)} |")
+    return "\n".join(lines)
 
 
 def filled(text: str, results: list[dict[str, Any]]) -> str:
     """The page with its tables made anew."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{table(results)}\n\n{END}{after}"
+    for start, end, made in (
+        (START, END, table(results)),
+        (CLASSES_START, CLASSES_END, kernel_classes(results)),
+    ):
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}\n\n{made}\n\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 if __name__ == "__main__":

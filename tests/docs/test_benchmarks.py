@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from statistics import median
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.measuring import Pairs, median_interval, slowest, watch_memory
+from benchmarks.reporting import percent
 from benchmarks.tabulate import PAGE, filled, newest
 from benchmarks.test_times import times_by_file
 from tests.docs.test_snippets import ROOT
@@ -110,6 +112,22 @@ def test_results_that_are_kept_are_whole():
 def test_page_of_measurements_shows_the_newest_results():
     page = PAGE.read_text()
     assert page == filled(page, newest()), "python -m benchmarks.tabulate"
+
+
+def test_readme_shows_the_newest_results():
+    measured = {f"{result['value']:,.0f}": result["details"] for result in newest() if result["unit"] == "tokens/s"}
+    rows = re.findall(r"^\| .* GiB \|.*\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 7
+    for row in rows:
+        _, tokens, rate, mfu, causal, ceiling, memory, peer = (cell.strip() for cell in row.strip("|").split("|"))
+        details = measured[rate]
+        assert tokens == f"{details['batch']} x {details['length']:,}"
+        assert (mfu, causal) == (percent(details["mfu"]), percent(details["causal_mfu"]))
+        assert ceiling == f"{details['percent_of_ceiling']} %"
+        assert memory == f"{int(details['allocated_gib'] + 0.5)} GiB"
+        if peer:
+            theirs, ratio = float(peer.split()[0].strip(":").replace(",", "")), float(peer.split()[-1].strip("x"))
+            assert ratio == round(float(rate.replace(",", "")) / theirs, 2)
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(3, 0, 2), (6, 0, 5), (10, 1, 8), (20, 5, 14)])
