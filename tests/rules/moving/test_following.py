@@ -48,7 +48,7 @@ BRANCHES += (
 def test_item_that_the_other_branch_wraps_is_left_alone():
     text, findings = migrate(BRANCHES)
     assert "out = model.state_dict()" in text
-    assert codes(findings) == ["SW101"]
+    assert codes(findings) == ["SW132", "SW101"]
 
 
 @pytest.mark.parametrize("name", LOADS)
@@ -528,3 +528,37 @@ def test_object_of_a_file_without_fsdp_that_gets_no_model_is_left_unread():
     program = Program({"saver.py": f"import torch\n\n\n{SAVER}", "main.py": f"{IMPORTS}from saver import Saver\n\n"
                        "Saver().save(build())\nmodel = FSDP(build())\n"})  # fmt: skip
     assert rewrite(program.file("saver.py"), program, "torch") == (program.texts["saver.py"], [])
+
+
+USERS = {
+    "nobody": ("", True),
+    "tests": ("", True),
+    "handed_on": ("def make():\n    return wrap(build())\n", True),
+    "caller": ("def train():\n    model = wrap(build())\n    model(batch)\n", False),
+    "at_once": ("model = wrap(build())\n", False),
+    "method": ("class Loop:\n    def __init__(self):\n        self.model = wrap(build())\n", False),
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_model_that_only_code_not_given_uses_is_reported(name: str):
+    use, expected = USERS[name]
+    tests = {"tests/check": f"{IMPORTS}from main import wrap\n\nwrap(build())\n"} if name == "tests" else {}
+    _, findings = migrate(f"def wrap(model):\n    return FSDP(model)\n\n\n{use}", **tests)
+    assert codes(findings, Status.REPORTED) == ["SW132"] * expected
+
+
+OWNERS = {
+    "field": "class Loop:\n    dist: Dist = field(default_factory=Dist)\n\n    def run(self):\n"
+    "        model = self.dist.shard(build())\n        torch.save(model.state_dict(), 'x')\n",
+    "parameter": "def run(dist):\n    model = dist.shard(build())\n    torch.save(model.state_dict(), 'x')\n",
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_method_that_wraps_is_followed_on_an_object_of_unknown_class(name: str):
+    dist = f"{IMPORTS}class Dist:\n    def shard(self, model):\n        return FSDP(model)\n"
+    program = Program({"main.py": f"import torch\nfrom dist import Dist\n\n\n{OWNERS[name]}", "dist.py": dist})
+    text, findings = rewrite(program.file("main.py"), program, "torch")
+    assert "torch.save(_whole_state(model), 'x')" in text or "get_model_state_dict(model" in text
+    assert codes(findings) == ["SW111"]

@@ -579,11 +579,14 @@ class Evaluator:
             for file, method in self._methods_of(one.definition, name):
                 is_static = "staticmethod" in map(last_name, method.decorator_list)
                 yield file.context, method, None if is_static else one
-        if not known and name not in _COMMON and not self.context.origins(call.func) and any(hands_on):
-            self.flow.activate_methods(name, self.context)
+        if not known and name not in _COMMON and not self.context.origins(call.func):
+            is_handed = any(hands_on)
+            if is_handed:
+                self.flow.activate_methods(name, self.context)
             for file, method in self.flow.methods.get(name, []):
                 owner_class = file.context.parents[method]
-                if isinstance(owner_class, ast.ClassDef) and self._is_near(file):
+                is_linked = is_handed or self.flow.matters(self.flow.look_up(method))  # what it gives back
+                if is_linked and isinstance(owner_class, ast.ClassDef) and self._is_near(file):
                     yield file.context, method, instance(owner_class)
 
     def _is_near(self, other: Evaluator) -> bool:

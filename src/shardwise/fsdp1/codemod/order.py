@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 
 from shardwise.fsdp1.codemod.constructors import Wrap
 from shardwise.fsdp1.codemod.draft import FileDraft
@@ -270,6 +271,23 @@ def may_come_late(wrap: Wrap) -> bool:
         return False
     names = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     return not wrap.draft.sharded.flow.sites_of(function) and not any(map(_NAMED.search, names))
+
+
+def goes_elsewhere(wrap: Wrap) -> bool:
+    """Whether a constructor's model is returned to callers of which none is given, tests aside."""
+    flow, context = wrap.draft.sharded.flow, wrap.context
+    waiting = [context.enclosing_function(wrap.call)]
+    for function in waiting:
+        if function is None or not flow.matters(flow.look_up(function)):
+            return False
+        sites = [one for one in flow.sites_of(function) if not _is_test(one[1].context)]
+        waiting += {caller.context.enclosing_function(site) for site, caller in sites} - {*waiting}
+    return True
+
+
+def _is_test(context: FileContext) -> bool:
+    path = PurePath(context.path)
+    return path.name.startswith("test_") or not {"test", "tests"}.isdisjoint(path.parts)
 
 
 def move_optimizers(draft: FileDraft) -> None:

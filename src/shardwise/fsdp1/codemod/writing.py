@@ -10,7 +10,13 @@ from shardwise.config.fsdp1_names import NOT_NEEDED
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.constructors import CODE, Options, Wrap, are_nested, moved_text
 from shardwise.fsdp1.codemod.draft import FEATURES, KEEP_FSDP1_API, Blocked, FileDraft
-from shardwise.fsdp1.codemod.order import groups_by_name, kept_optimizers, marked_parameters, may_come_late
+from shardwise.fsdp1.codemod.order import (
+    goes_elsewhere,
+    groups_by_name,
+    kept_optimizers,
+    marked_parameters,
+    may_come_late,
+)
 from shardwise.fsdp1.codemod.program import (
     ENABLE_WRAP,
     WRAP,
@@ -207,6 +213,11 @@ def _write_as_keyword_arguments(wrap: Wrap) -> None:
 
 
 def _report_optimizers(wrap: Wrap, places: list[str]) -> None:
+    function = wrap.context.enclosing_function(wrap.call)
+    if function is not None and goes_elsewhere(wrap):
+        message = "no file given uses the model that this returns; where it goes, state_dict() gives shards now"
+        fix = "run migrate on the files that use it too: clip_grad_norm_(), no_sync() and .module differ as well"
+        wrap.draft.reported("SW132", function, message, fix)
     is_late = may_come_late(wrap)
     if places or (is_late and wrap.has_stars):
         optimizer = f"the optimizer of {places[0]}" if places else "an optimizer built before"
