@@ -44,7 +44,9 @@ def find_sections(contents: Contents) -> tuple[KeyPath | None, tuple[KeyPath, ..
     roots = {
         paths[name][:-1]
         for name in contents.tensors
-        if paths[name][0] not in ("rng", "per_rank") and not any(paths[name][: len(root)] == root for root in states)
+        if paths[name][0] not in ("rng", "per_rank")
+        and not any(paths[name][: len(root)] == root for root in states)
+        and not _is_extra_state(paths[name])
     }
     named = [root for root in roots if len(root) == 1 and root[0] in _MODEL_NAMES]
     if len(roots) == 1 or len(named) == 1:
@@ -128,6 +130,7 @@ def _nested_optimizers(contents: Contents) -> Contents:
 def only_model(contents: Contents) -> Contents:
     """Just the model's tensors, under bare names, of contents with our names that hold one model."""
     paths = {name: contents.path_of(name) for name in contents.tensors if contents.path_of(name)[0] == "model"}
+    paths = {name: path for name, path in paths.items() if len(path) == 2 or not _is_extra_state(path)}
     if not paths or any(len(path) != 2 for path in paths.values()):
         models = sorted({str(path[1]) for path in paths.values() if len(path) > 2})
         raise CheckpointError(
@@ -151,11 +154,18 @@ def _our_path(
                 rest = ("state", _our_name(str(rest[1]), strip), rest[2])
             several = root[1:] if root[:1] == ("optim",) else root
             return ("optim", *rest) if len(optimizers) == 1 else ("optim", *several, *rest)
-    if is_tensor and model is not None and path[:-1] == model:
-        return ("model", _our_name(str(path[-1]), strip))
+    if model is not None and path[: len(model)] == model and len(path) > len(model):
+        name, *inner = path[len(model) :]
+        if (is_tensor and not inner) or _is_extra_state(path):
+            return ("model", _our_name(str(name), strip), *inner)
     if len(path) == 1 and not is_tensor:
         return ("extra", path[0])
     return path
+
+
+def _is_extra_state(path: KeyPath) -> bool:
+    """Whether it is, or is in, what a module's `get_extra_state` returned."""
+    return any("_extra_state" in str(key).split(".") for key in path)
 
 
 def _our_name(name: str, strip: bool) -> str:
@@ -494,7 +504,7 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected")
 
     def is_ignored(name: str) -> bool:
-        if "_extra_state" in name.split("."):  # what a module keeps for itself: no tensor of the model
+        if _is_extra_state((name,)):  # what a module keeps for itself: no tensor of the model
             return True
         return canonical_name(name) in computed or any(pattern.search(name) for pattern in ignorable)
 

@@ -60,6 +60,16 @@ def test_a_bare_state_dict_is_the_model(state: dict[str, Any], tmp_path: Path):
     assert set(only_model(saved(state, tmp_path)).tensors) == {"a.weight", "a.bias"}
 
 
+@pytest.mark.parametrize(("key", "prefix"), [("model", "module."), ("anything", ""), ("", "_fsdp_wrapped_module.")])
+def test_extra_state_of_modules_belongs_to_the_model(key: str, prefix: str, tmp_path: Path):
+    state = {prefix + name: tensor for name, tensor in MODEL.items()}
+    state[f"{prefix}a._extra_state"] = {"mask": torch.ones(1), "count": 3}
+    contents = saved({key: state} if key else state, tmp_path)
+    assert set(contents.tensors) == {"model.a.weight", "model.a.bias", "model.a._extra_state.mask"}
+    assert contents.values == {"model.a._extra_state.count": 3}
+    assert set(only_model(contents).tensors) == {"a.weight", "a.bias"}
+
+
 def test_a_module_that_is_really_called_module_keeps_its_name(tmp_path: Path):
     class Named(nn.Module):
         def __init__(self) -> None:
