@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 import shardwise as sw
 from shardwise.errors import ShardError
+from shardwise.fsdp1 import FullyShardedDataParallel
 from tests.ranks import ranks
 from tests.toy_models import PlainBlock
 from tests.zoo.case import normal
@@ -118,3 +119,24 @@ def test_a_module_that_is_added_after_sharding_is_not_stepped_unaveraged(rank: i
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ShardError, match=f"{name}.weight.*added to Net after sharding"):
         optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("wrap", [sw.shard, FullyShardedDataParallel], ids=["shard", "fsdp1"])
+def test_a_model_is_moved_and_cast_after_sharding(rank: int, wrap: Callable[[nn.Module], nn.Module]):
+    """In `_apply` torch swaps DTensors, which fails while anything refers to one weakly."""
+    expected = Net()
+    model, old = copy.deepcopy(expected), torch.optim.SGD(expected.parameters(), lr=0.1)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps the parameters before sharding alive
+    model = wrap(model)
+    assert all(parameter.data.numel() for parameter in model.parameters())
+    model.to("cpu").double()
+    expected.double()
+    optimizer = early if wrap is not sw.shard else torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for each, stepped in ((expected, old), (model, optimizer)):
+            each(normal(0, 4, 16).double()).sum().backward()
+            stepped.step()
+            stepped.zero_grad()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)

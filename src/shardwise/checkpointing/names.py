@@ -493,13 +493,14 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     """Compare names, shapes and dtypes of a model and a checkpoint; nothing is read or written."""
     tensors = model_tensors(model) if tensors is None else tensors
     names = [name for tensor in tensors for name in tensor.names]
-    sections = MODEL_SECTIONS if contents.format != "safetensors" else ()
+    sections = (*MODEL_SECTIONS, contents.details.get("section", "")) if contents.format != "safetensors" else ()
     base = getattr(model, "base_model_prefix", None)  # how transformers' models name their inner one
-    prefixes = ("", PARALLEL_PREFIX, *sections, *([f"{base}."] if isinstance(base, str) and base else []))
+    parallel = [section + PARALLEL_PREFIX for section in sections]
+    prefixes = ("", PARALLEL_PREFIX, *sections, *parallel, *([f"{base}."] if isinstance(base, str) and base else []))
     stored = contents.tensors
     found, left, prefix = match_names(names, stored, prefixes=prefixes)
-    if contents.format != "safetensors" and prefix in MODEL_SECTIONS:
-        left = [name for name in left if canonical_name(name).startswith(prefix)]
+    section = next((each for each in sections if prefix and prefix in (each, each + PARALLEL_PREFIX)), "")
+    left = [name for name in left if canonical_name(name).startswith(section)]
     computed = non_persistent_names(model) | names_elsewhere(model)
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected")
 

@@ -26,6 +26,7 @@ from shardwise.checkpointing.names import (
     KeyReport,
     ModelTensor,
     Rename,
+    find_sections,
     model_tensors,
     refuse_unregistered,
     rename_contents,
@@ -338,7 +339,8 @@ def _open(model: nn.Module, path: str | Path, rename: Rename | None) -> Contents
     contents = open_checkpoint(path, model=model)
     require_names(contents, optimizers=False)
     renamed = contents if rename is None else rename_contents(contents, rename)
-    details = renamed.details
+    root = find_sections(contents)[0]
+    details = {**renamed.details, "section": ".".join(map(str, root)) + "."} if root else renamed.details
     if isinstance(contents.folder, Path) and (contents.folder / ADAPTER_CONFIG).is_file():
         refuse_other_adapters(model, contents.folder)
         name_of = {key: name for name, key in adapter_keys(model).items()}

@@ -71,8 +71,9 @@ def _held(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 _Reference = weakref.ref[torch.Tensor]
-_REPLACED: dict[int, tuple[_Reference, _Reference | None, str]] = {}
-"""By identity of a parameter that a model no longer uses: itself, the one to step instead, and the model."""
+_REPLACED: dict[int, tuple[_Reference, weakref.ref[Any] | None, str]] = {}
+"""By identity of a parameter that a model no longer uses: itself, FSDP2's record of the one to step instead, and the
+model. Nothing refers to the new parameter itself weakly: torch could not swap it then (`model.to(device)`)."""
 # What the optimizer held when it was last looked at, the FSDP2 groups that hold its parameters, and the mesh over which
 # gradients of its other parameters are still to be compared.
 _EXAMINED: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[Any]], DeviceMesh | None]]
@@ -94,11 +95,15 @@ def watch_optimizers(model: nn.Module, replaced: Mapping[Any, torch.Tensor | Non
     _watch_steps()
     _num_watched += 1
     current = {id(parameter) for parameter in model.parameters()}
+    records = {
+        id(compat.sharded_parameter(each)): each for each in compat.parameter_records(compat.param_groups(model))
+    }
     for old, new in replaced.items():
         key = id(old)
         if key not in current:  # ignored parameters stay what they were
             reference = weakref.ref(old, lambda _, key=key: _REPLACED.pop(key, None))
-            _REPLACED[key] = (reference, None if new is None else weakref.ref(new), class_name(model))
+            record = records.get(id(new))
+            _REPLACED[key] = (reference, None if record is None else weakref.ref(record), class_name(model))
 
 
 @functools.cache
@@ -446,10 +451,10 @@ def adopt(optimizer: Optimizer) -> None:
     successors: dict[int, torch.Tensor] = {}
     for parameter in filter(_is_replaced, _held(optimizer)):
         reference = _REPLACED[id(parameter)][1]
-        if reference is not None and (new := reference()) is not None:
+        if reference is not None and (record := reference()) is not None:
             shape = str(tuple(parameter.shape))
             _check_state(type(optimizer).__name__, f"a parameter of {shape}", optimizer.state.get(parameter), parameter)
-            successors[id(parameter)] = new
+            successors[id(parameter)] = compat.sharded_parameter(record)
     if successors:
         _repoint(optimizer, successors)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from shardwise.checkpointing.state import mark_unusable, mark_usable
-from shardwise.checkpointing.weights import load_weights, save_weights
+from shardwise.checkpointing.weights import load_full, load_weights, save_weights
 from shardwise.errors import CheckpointError, ConfigError
 
 
@@ -89,6 +89,26 @@ def test_prefixes_in_the_file(tmp_path: Path, prefix: str):
     report = load_weights(model, tmp_path / "w.safetensors")
     assert report.renamed["embed.weight"] == f"{prefix}embed.weight"
     assert_loaded(model, expected)
+
+
+@pytest.mark.parametrize("section", ["model", "state_dict", "net", "generator"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_file_of_a_training_loop(tmp_path: Path, section: str, prefix: str):
+    """`torch.save({"model": model.state_dict(), "optimizer": ...})`, of a wrapped model too."""
+    expected = build()
+    optimizer = torch.optim.AdamW([(prefix + name, each) for name, each in expected.named_parameters()])
+    expected(torch.arange(4)).sum().backward()
+    optimizer.step()
+    state = {prefix + name: tensor for name, tensor in expected.state_dict().items()}
+    torch.save({section: state, "optimizer": optimizer.state_dict(), "epoch": 1}, tmp_path / "run.pt")
+    model = build(1)
+    assert load_weights(model, tmp_path / "run.pt").is_exact
+    assert_loaded(model, expected)
+    fresh = torch.optim.AdamW(model.parameters())
+    load_full(tmp_path / "run.pt", model=model, optimizers=fresh)
+    assert [each["exp_avg"].tolist() for each in fresh.state.values()] == [
+        each["exp_avg"].tolist() for each in optimizer.state.values()
+    ]
 
 
 @pytest.mark.parametrize("part", ["_checkpoint_wrapped_module", "_fsdp_wrapped_module"])

@@ -301,7 +301,8 @@ def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> di
             raise _wrong(contents, f"the optimizer has {len(numbers)} parameters, {len(recorded)} were recorded")
         found = {}
         for number, name in zip(numbers, recorded, strict=True):
-            owner = layout.units.get(name) or plain.get(canonical_name(name))
+            clean = canonical_name(name)  # "module." is of DistributedDataParallel
+            owner = layout.units.get(name) or plain.get(clean) or plain.get(clean.removeprefix("module."))
             if owner is None:
                 raise _wrong(contents, f"{name!r} is not a parameter of the model")
             found[number] = owner

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import compat
 from shardwise.errors import ShardError
@@ -121,15 +120,16 @@ def _copy_changes(parameter: nn.Parameter, sharded: nn.Parameter) -> None:
     local.copy_(torch.where(own == local.to(own.dtype), local, own.to(local.dtype)))
 
 
-_HANDED_OUT: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Of each sharded parameter, what `.data` has returned."""
+_HANDED_OUT: dict[int, dict[int, weakref.ref[Any]]] = {}
+"""By the address of a shard, what `.data` has returned of it, by identity. A weak reference to the parameter itself
+would stop torch from swapping it (`model.to(device)`)."""
 
 
 def _hand_out_shard(parameter: DTensor, data: torch.Tensor) -> None:
     ShardUses.count += 1
     if is_watched(parameter):
-        living = [reference for reference in _HANDED_OUT.get(parameter, ()) if reference() is not None]
-        _HANDED_OUT[parameter] = [*living, weakref.ref(data)]
+        living, key = _HANDED_OUT.setdefault(local_tensor(parameter).data_ptr(), {}), id(data)
+        living[key] = weakref.ref(data, lambda _: living.pop(key, None))
 
 
 def _hand_out(parameter: nn.Parameter, _: torch.Tensor) -> None:
@@ -165,7 +165,7 @@ def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
         value = full_tensor(value)
     own = local_tensor(value) if isinstance(value, DTensor) else local_part(value, tensor)
     if not local.is_meta and own.data_ptr() != local.data_ptr():
-        for data in (reference() for reference in _HANDED_OUT.pop(tensor, ())):
+        for data in [reference() for reference in _HANDED_OUT.pop(local.data_ptr(), {}).values()]:
             if data is not None and local_tensor(data).data_ptr() == local.data_ptr():
                 compat.copy_memory(data)  # as when two tensors exchange their `.data`
         with torch.no_grad():
