@@ -101,6 +101,8 @@ def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool 
             return None if inner is None else not inner
         case ast.Compare(left=left, ops=[operation], comparators=[right]) if _is_rank(file, left, hops):
             return _compares_to_zero(operation, right)
+        case ast.Compare(left=left, ops=[operation], comparators=[ast.Constant(value=0) as right]) if _is_number(left):
+            return _compares_to_zero(operation, right)
         case ast.Compare(left=ast.Constant() as left, ops=[ast.Eq() | ast.NotEq() as operation], comparators=[right]):
             return _compares_to_zero(operation, left) if _is_rank(file, right, hops) else None
         case ast.NamedExpr(value=value):
@@ -119,6 +121,11 @@ def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool 
                 return True
             return asked.pop() if len(asked) == 1 else None
     return None
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether a device is compared like the rank that it is numbered by: `self.device == 0`, `args.gpu == 0`."""
+    return last_name(node) in ("device", "gpu", "device_id", "gpu_id")
 
 
 def is_rank_zero_decorator(node: ast.expr) -> bool:

@@ -160,6 +160,7 @@ RANKS = {
     "    save(model)\n",
     "callers": "def save(model):\n    torch.save(model.state_dict(), path)\n\n\ndef end(model):\n    save(model)\n\n\n"
     "if rank == 0:\n    end(model)\nif rank == 0 and is_last:\n    save(model)\n",
+    "device": "if self.device == 0:\n    torch.save(model.state_dict(), path)\n",
     "main_process": "if args.is_main_process and done:\n    torch.save(model.state_dict(), path)\n",
 }
 

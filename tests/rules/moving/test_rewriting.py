@@ -233,3 +233,29 @@ def test_emitted_helpers_are_valid_in_every_combination():
         for features in itertools.combinations(sorted(FEATURES), size):
             for _, text in assemble(definitions(), features):
                 compile(text, "helper", "exec")
+
+
+DEVICES = {
+    "moved": ("", "model.to(rank)", True),
+    "set": ("torch.cuda.set_device(rank)\n", "model.to(rank)", False),
+    "any": ("", "model.cuda()", False),
+    "given": ("", "model.to(rank), device_id=rank", False),
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_device_that_only_the_model_is_moved_to_is_told(name: str):
+    before, given, is_told = DEVICES[name]
+    _, findings = moved(f'dist.init_process_group("nccl")\n{before}model = FSDP({given})\n')
+    told = [finding.message for finding in findings if finding.code == "SW101"]
+    assert ["current device" in message for message in told] == [is_told]
+
+
+@pytest.mark.parametrize(
+    ("offload", "backend"),
+    [("CPUOffload(offload_params=False)", '"nccl"'), ("CPUOffload()", '"nccl"'),
+     ("CPUOffload(offload_params=True)", '"cpu:gloo,cuda:nccl"')],
+)  # fmt: skip
+def test_gloo_joins_only_where_something_is_offloaded(offload: str, backend: str):
+    text, _ = moved(f'dist.init_process_group("nccl")\nmodel = FSDP(model, cpu_offload={offload})\n')
+    assert f"dist.init_process_group({backend})" in text

@@ -647,3 +647,30 @@ def test_groups_by_names_of_parameters_are_told_unless_fsdp1_kept_the_names(sett
     )
     told = [finding.message for finding in findings if finding.code == "SW101"]
     assert [("check optimizer groups" in message) for message in told] == [is_told]
+
+
+TYPES = {
+    "name": ("type(m).__name__ == 'Block'", TOLD),
+    "names": ("m.__class__.__name__ in ('Block', 'Other')", TOLD),
+    "class": ("type(m) is Block", TOLD),
+    "part_of_the_name": ("'Block' in type(m).__name__", []),
+    "layer": ("type(m).__name__ == 'Linear' or type(m) is nn.LayerNorm", []),
+    "instance": ("isinstance(m, Block)", []),
+    "another": ("type(config) is Block", []),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_exact_types_of_sharded_modules_are_reported(name: str):
+    test, expected = TYPES[name]
+    loop = f"for m in model.modules():\n    if {test}:\n        m.gate = True\n"
+    _, findings = moved(f"model = FSDP(build())\n{loop}")
+    assert status_of(findings, "SW123") == expected
+    _, findings = moved(f"model = build()\n{loop}model = FSDP(model)\n")
+    assert not status_of(findings, "SW123")
+
+
+def test_numbers_are_reported_where_a_file_tells_fsdp2_apart_as_well():
+    branch = "if fsdp_version == 1:\n    model = FSDP(build())\nelse:\n    model = plain(build())\n"
+    _, findings = moved(f"{branch}for p in model.parameters():\n    dist.all_reduce(p.grad)\n")
+    assert status_of(findings, "SW135") == STAYS

@@ -543,6 +543,17 @@ def _torch_device(call: ast.Call) -> str:
     return "unknown"
 
 
+_SETS_DEVICE = re.compile(r"set_device\w*\(|cuda\.device\(|CUDA_VISIBLE_DEVICES|\bAccelerator\(")
+_ON_A_DEVICE = re.compile(r"\.(?:to|cuda)\([^()\n]*(?:rank|device|gpu|cuda:)")
+
+
+def _has_no_device(wrap: Wrap) -> bool:
+    """Whether FSDP1 took the device from a model that was moved to one, and no file makes that the current one."""
+    texts = wrap.draft.program.texts.values()
+    is_moved = is_none(wrap.value("device_id")) and _ON_A_DEVICE.search(wrap.context.text) is not None
+    return is_moved and any("nccl" in one for one in texts) and not any(map(_SETS_DEVICE.search, texts))
+
+
 def convert_placement(wrap: Wrap) -> Options:
     """Drop or rewrite the four arguments.
 
@@ -550,6 +561,8 @@ def convert_placement(wrap: Wrap) -> Options:
         `fully_shard` options as (name, text), for those that read as constants; what is known only at run time has
         been written into the argument list already, by a helper.
     """
+    if _has_no_device(wrap):
+        wrap.dropped.append("fully_shard uses the current device, which no file sets: call torch.cuda.set_device first")
     wrap.drop(*(name for name in _WHERE if is_none(wrap.value(name))))
     member = strategy(wrap.context, wrap.value("sharding_strategy"))
     kind = _device_kind(wrap, wrap.value("device_id"))

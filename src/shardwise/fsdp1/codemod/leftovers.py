@@ -73,6 +73,41 @@ def rewrite_type_checks(draft: FileDraft) -> None:
                 draft.rewritten(TYPE_CODE, node, _BECAME)
 
 
+_LAYER = re.compile(r"^(Linear|Conv\dd|\w*Norm(\dd)?|Embedding|Dropout)$")
+"""Names of classes that are no units."""
+
+
+def report_exact_types(draft: FileDraft) -> None:
+    """Note where the exact class of a sharded model's module is asked for, which `fully_shard` changes."""
+    for node in draft.nodes():
+        match node:
+            case ast.Compare(left=ast.Constant(), ops=[ast.In() | ast.NotIn()]):
+                continue  # a part of the name is there still
+            case ast.Compare(left=left, comparators=comparators):
+                sides = [left, *comparators]
+            case _:
+                continue
+        asked = [owner for owner in map(_whose_type, sides) if owner is not None]
+        others = [one for side in sides if _whose_type(side) is None for one in getattr(side, "elts", [side])]
+        named = [str(one.value) if isinstance(one, ast.Constant) else last_name(one) for one in others]
+        is_told = all(map(_LAYER.match, named)) or not draft.taken.isdisjoint(others)
+        if not is_told and any(map(draft.sharded.holds_part, asked)):
+            message = (
+                "fully_shard makes the class of each module it shards a subclass: its name and type are others now"
+            )
+            draft.reported(TYPE_CODE, node, message, "isinstance(module, Block); or find the modules before sharding")
+
+
+def _whose_type(node: ast.expr) -> ast.expr | None:
+    """`m` of `type(m)`, `m.__class__`, and the names of these."""
+    match node:
+        case ast.Attribute(attr="__name__" | "__qualname__", value=inner):
+            return _whose_type(inner)
+        case ast.Attribute(attr="__class__", value=owner) | ast.Call(func=ast.Name(id="type"), args=[owner]):
+            return owner
+    return None
+
+
 def _is_fsdp1_type(draft: FileDraft, node: ast.AST) -> bool:
     is_name = isinstance(node, ast.Name | ast.Attribute) and _is_type_use(draft.context, node)
     return is_name and draft.program.origins(draft.context, node) == {FSDP1}

@@ -319,7 +319,8 @@ def _is_guarded(draft: FileDraft, node: ast.Attribute) -> bool:
     return any(not draft.program.checks_fsdp(draft.context, one) for one in asked)
 
 
-_OFFLOADS = re.compile(r"\bCPUOffload\(|\bcpu_offload\b[\"']?\s*[=:](?!\s*None)")
+_ASKS = r"\bCPUOffload\((?!\s*(?:offload_params\s*=\s*)?(?:False\s*)?\))"
+_OFFLOADS = re.compile(rf"{_ASKS}|\bcpu_offload\b[\"']?\s*[=:](?!\s*None|\s*CPUOffload\()")
 
 
 def rewrite_backends(draft: FileDraft) -> None:
@@ -327,7 +328,7 @@ def rewrite_backends(draft: FileDraft) -> None:
     text, helpers = draft.context.text, dict(assemble(draft.helpers, draft.features))
     is_told = "CPUOffloadPolicy" in draft.names or "_offload_policy" in draft.helpers
     is_told |= "_offload_policy" in helpers and any(map(_OFFLOADS.search, draft.program.texts.values()))
-    if not is_told and not ("offload=" in text and "CPUOffload(" in text):
+    if not is_told and not ("offload=" in text and re.search(_ASKS, text)):
         return
     for call in draft.context.calls_to("torch.distributed.init_process_group"):
         backend = argument_of(call, 0, "backend")

@@ -26,7 +26,13 @@ from shardwise.fsdp1.codemod.draft import (
 )
 from shardwise.fsdp1.codemod.flow import flow_of, wraps_models
 from shardwise.fsdp1.codemod.framework_files import framework_findings
-from shardwise.fsdp1.codemod.leftovers import report_handed_out, report_leftovers, rewrite_type_checks, tells_apart
+from shardwise.fsdp1.codemod.leftovers import (
+    report_exact_types,
+    report_handed_out,
+    report_leftovers,
+    rewrite_type_checks,
+    tells_apart,
+)
 from shardwise.fsdp1.codemod.model_calls import (
     rewrite_after_forward,
     rewrite_backends,
@@ -335,9 +341,11 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         for rule in rules:
             _apply_rule(rule, draft, keeps)
         report_leftovers(draft)
-        if not keeps:
+        own = [note.status for note in draft.notes if note.code == constructors.CODE]
+        if not keeps or (own and set(own) == {Status.REWRITTEN}):  # its models are FSDP2's, whatever else stays
             report_handed_out(draft)
             report_numbers(draft)
+            report_exact_types(draft)
             report_reentrant(draft)
             _report_wrapped_elsewhere(draft)
         _apply_rule(_rewrite_frameworks, draft, "")
