@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,3 +264,28 @@ def test_checkpoints_move_between_stages_and_shards(rank: int, tmp_path):
     sw.convert_checkpoint(
         tmp_path / "stages" / "step-00000002", tmp_path / f"rank{rank}.safetensors", format="safetensors"
     )
+
+
+class Unsaveable:
+    """Has a state on some ranks, and an error on the others."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise ValueError("no state here")
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@ranks(2)
+def test_a_stage_that_cannot_be_saved_ends_the_save_on_all(rank: int, tmp_path: Path):
+    mesh = make_mesh(MeshConfig(shard=1, pipeline=2, device="cpu"))
+    config = ShardConfig(pipeline=PipelineConfig(microbatches=2))
+    pipe = pipeline(build("llama"), config, mesh=mesh, loss=summed_loss, example_inputs=make_batch(0, 4))
+    with sw.Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        with pytest.raises((ValueError, CheckpointError), match="no state here"):
+            checkpointer.save(1, model=pipe.model, odd=Unsaveable(rank == 1))
+        assert checkpointer.save(2, model=pipe.model, odd=Unsaveable(False))

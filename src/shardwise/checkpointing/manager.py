@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,17 @@ from shardwise.checkpointing.loading import load_run, open_for
 from shardwise.checkpointing.reading import Verify
 from shardwise.checkpointing.saving import PendingSave, Saver, describe_run
 from shardwise.checkpointing.state import FlatState, RunObjects, Stateful
-from shardwise.checkpointing.storage import Place, join, place, size_problem, split
+from shardwise.checkpointing.storage import Place, is_same_place, join, place, size_problem, split
 from shardwise.distributed.agreement import Channel, run_and_gather
 from shardwise.errors import CheckpointError, ConfigError, require_choice
 from shardwise.progress import Progress
 
 _log = logging.getLogger("shardwise.checkpointing")
+
+
+def stored_metric(folder: Place) -> float | None:
+    """Return the metric that a sharded checkpoint was saved with."""
+    return sharded.read_manifest(folder).details.get("metric")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +55,8 @@ class Retention:
     """Number of checkpoints with the best metric to keep."""
     best: Literal["min", "max"] = "min"
     """Which metric is better."""
+    metric_of: Callable[[Place], float | None] = stored_metric
+    """Reads the metric of a checkpoint that this process has not saved."""
     _metrics: dict[int, float | None] = field(default_factory=dict, init=False)  # None: it has none
     _own: set[int] = field(default_factory=set, init=False)
     _has_warned: bool = field(default=False, init=False)
@@ -107,8 +114,8 @@ class Retention:
         for step in own if self.keep_best is not None else ():
             if step not in self._metrics:
                 self._metrics[step] = None
-                with contextlib.suppress(CheckpointError):  # it may be a file, or damaged
-                    self._metrics[step] = sharded.read_manifest(present[step]).details.get("metric")
+                with contextlib.suppress(CheckpointError):  # it may be damaged, or of another format
+                    self._metrics[step] = self.metric_of(present[step])
         for step in self.removable(own, newest, self._metrics):
             try:
                 sharded.remove_checkpoint(present[step])
@@ -272,13 +279,13 @@ class Checkpointer:
             self._channel.run_on_all(lambda: self._make_ready() if self._channel.rank == 0 else None)
             self._is_ready = True
 
-        def collect() -> FlatState:
+        def collect() -> tuple[RunObjects, FlatState]:
             run = RunObjects(model, optimizers, objects, trainable_only=self._trainable_only)
             found = run.collect(extra=extra, rng_rank=self._channel.rank if self._rng else None)
             found.details = describe_run(run)
             if metric is not None and math.isfinite(metric):
                 found.details["metric"] = float(metric)
-            return found
+            return run, found
 
         pending = self._saver.start(self.path(step), step, collect, background=self._asynchronous)
         self._retention.add(step, metric)
@@ -319,7 +326,7 @@ class Checkpointer:
         if self._asynchronous:
             rank = self._channel.rank if self._rng else None
             run = RunObjects(model, optimizers, objects, trainable_only=self._trainable_only)
-            self._saver.prepare(lambda: run.collect(rng_rank=rank))
+            self._saver.prepare(lambda: (run, run.collect(rng_rank=rank)))
 
     def load(
         self,
@@ -370,7 +377,8 @@ class Checkpointer:
             run, contents, self._channel, strict=strict, verify=verify, rng=self._rng, progress=self._progress
         )
         self.extra, self.notes = loaded.extra, tuple(loaded.notes)
-        is_own = path is None or self.folder in (place(path), split(place(path))[0])
+        given = self.folder if path is None else place(path)
+        is_own = any(is_same_place(self.folder, each) for each in (given, split(given)[0]))
         self._continues, self._is_ready = contents.step if is_own else None, False
         if is_own and self._channel.rank == 0:
             self._retention.adopt(sharded.committed_steps(self.folder))

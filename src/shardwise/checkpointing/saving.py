@@ -132,6 +132,8 @@ def ranks_without_state(tables: Sequence[Sequence[LocalChunk]]) -> dict[str, set
 
 
 _RNG = "rng."
+Collect = Callable[[], tuple[RunObjects, FlatState]]
+"""Returns a run and the state that this rank holds of it, without communication."""
 Retire = Callable[[Sequence[sharded.FileRecord]], None]
 """Called on rank 0 after a commit, with what was written: removes old checkpoints."""
 
@@ -218,14 +220,14 @@ class Saver:
         self._layouts: list[int] = []
         self._chosen: list[int] = []
 
-    def prepare(self, collect: Callable[[], FlatState]) -> None:
+    def prepare(self, collect: Collect) -> None:
         """Start the writer and allocate memory before the first background save."""
         staged_tensors, _ = self._share(0, collect, self._ensure_writer)
         self._arena.place(staged_tensors)
         self._arena.touch()
 
     @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
-    def start(self, folder: Place, step: int, collect: Callable[[], FlatState], *, background: bool) -> PendingSave:
+    def start(self, folder: Place, step: int, collect: Collect, *, background: bool) -> PendingSave:
         """Fix the state of `collect` and start copying it. Training waits only for this."""
 
         def begin() -> None:
@@ -302,22 +304,20 @@ class Saver:
         if self._writer is None:
             self._writer = WriterProcess()
 
-    def _share(
-        self, step: int, collect: Callable[[], FlatState], begin: Callable[[], None]
-    ) -> tuple[list[StagedTensor], FlatState]:
+    def _share(self, step: int, collect: Collect, begin: Callable[[], None]) -> tuple[list[StagedTensor], FlatState]:
         """Agree with the other ranks; return what this one may have to write, of what `collect` finds."""
 
-        def work() -> tuple[tuple[FlatState, list[StagedTensor]], tuple[int, int]]:
-            collected = collect()
+        def work() -> tuple[tuple[RunObjects, FlatState, list[StagedTensor]], tuple[int, int]]:
+            run, collected = collect()
             staged_tensors = [
                 staged for name, tensor in collected.tensors.items() for staged in _staged_tensors(name, tensor)
             ]
             begin()
             # Another number when the chunks are not those of the last time; only this process understands it.
             layout = hash(tuple(staged.chunk for staged in staged_tensors if staged.kind == "sharded"))
-            return (collected, staged_tensors), (step, layout)
+            return (run, collected, staged_tensors), (step, layout)
 
-        (collected, staged_tensors), of_ranks = run_and_gather(work, self._front, CheckpointError)
+        (run, collected, staged_tensors), of_ranks = run_and_gather(work, self._front, CheckpointError)
         steps, layouts = [step for step, _ in of_ranks], [layout for _, layout in of_ranks]
         if len(set(steps)) > 1:
             raise CheckpointError(
@@ -326,6 +326,7 @@ class Saver:
                 why="a checkpoint belongs to one step on all ranks",
                 fix="call save with the same step on every rank",
             )
+        run.add_other_stages(collected)
         chunks = [staged for staged in staged_tensors if staged.kind == "sharded"]
         if layouts != self._layouts:  # as a rule only the first time
             tables = self._front.all_gather([staged.chunk for staged in chunks])

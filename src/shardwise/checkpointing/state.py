@@ -389,7 +389,7 @@ class RunObjects:
         }
 
     def collect(self, *, extra: Mapping[str, Any] | None = None, rng_rank: int | None = None) -> FlatState:
-        """The state now: the live tensors, and copies of values.
+        """The state that this rank holds now: the live tensors, and copies of values.
 
         `extra` adds plain values or tensors; `rng_rank` this process's random numbers, as those of that rank.
         """
@@ -408,9 +408,15 @@ class RunObjects:
             found.add_object(dict(extra), ("extra",))
         for name, state in encoded_random_state().items() if rng_rank is not None else ():
             found.add(("rng", str(rng_rank), name), state)
+        return found
+
+    def add_other_stages(self, found: FlatState) -> None:
+        """Describe in `found` what other pipeline stages hold as this rank does, so that all save one model.
+
+        Collective; call it when `collect` has succeeded on every rank.
+        """
         for model in self.models.values():
             _add_other_stages(found, model)
-        return found
 
     @property
     def elsewhere(self) -> frozenset[str]:
@@ -456,7 +462,6 @@ def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor
 
 
 def _add_other_stages(found: FlatState, model: nn.Module) -> None:
-    """Describe what other pipeline stages hold of a model as this rank does, so that all save one model; collective."""
     state = sharded_state(model)
     if state is None or state.pipeline is None:
         return

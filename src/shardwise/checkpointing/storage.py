@@ -148,6 +148,13 @@ def split(path: Place) -> tuple[Place, str]:
     return folder, name
 
 
+def is_same_place(one: Place, other: Place) -> bool:
+    """Whether two places are one, however their paths are written."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        return one.resolve() == other.resolve()
+    return one == other
+
+
 def check_name(name: str, *, where: str) -> str:
     """The name of a file that `where` gives; refused unless it stays inside the folder it is relative to."""
     pure = PurePosixPath(name)

@@ -102,14 +102,19 @@ class ExpertBias:
         self._groups = groups
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the biases by the tokens counted since the last call; collective if a layer has a bias."""
+    def update(self, *readings: Tensor) -> None:
+        """Update the biases by the tokens counted since the last call; collective if a layer has a bias.
+
+        They stay where one of the readings, such as the loss of the step, is not finite.
+        """
         if not self.layers:
             return
         counts = torch.stack([layer.token_counts for layer in self.layers])
         for group in self._groups:
             dist.all_reduce(counts, group=group)
         directions = torch.sign(counts.to(torch.float32).mean(-1, keepdim=True) - counts)
+        for reading in readings:  # on the device: nothing waits for it
+            directions *= torch.isfinite(reading.detach())
         for layer, direction in zip(self.layers, directions, strict=True):
             layer.expert_bias += layer.bias_rate * direction
             layer.token_counts.zero_()

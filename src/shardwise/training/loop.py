@@ -296,10 +296,10 @@ def _train_until_bad(run: TrainingRun, stop: StopRequest, step_done: Callable[[]
         norm = clip(run, max_norm)
         if allows_step(optimizer, loss, norm, wait=run.ema is not None):
             optimizer.step()
-            run.expert_bias.update()
             if run.ema is not None:
                 run.ema.update()
         optimizer.zero_grad()
+        run.expert_bias.update(loss, norm)
         readings = run.step_metrics.add(
             run.step,
             loss,

@@ -456,7 +456,8 @@ class TrainingRun:
         own_tokens = meshes.gradient_mesh(self.mesh)
         self.expert_bias = ExpertBias(model, [own_tokens.get_group(axis) for axis in range(own_tokens.ndim)])
         self.bad_losses = BadLosses(training)
-        run_on_all(lambda: refuse_errors(check(model, self.optimizer)))
+        checked = check(model, self.optimizer)  # on all ranks: it communicates
+        run_on_all(lambda: refuse_errors(checked))
         self.state: run_folder.TrainState = {"model": model, "optimizers": self.optimizer, "schedule": self.schedule}
         self.state |= {"data": self.data, "bad_losses": self.bad_losses}
         self.state |= {} if self.ema is None else {"ema": self.ema}

@@ -23,7 +23,7 @@ from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded import is_committed
 from shardwise.checkpointing.manager import Checkpointer, Retention
 from shardwise.checkpointing.names import match, model_tensors, with_our_names
-from shardwise.checkpointing.storage import is_remote
+from shardwise.checkpointing.storage import is_remote, is_same_place
 from shardwise.checkpointing.weights import save_full
 from shardwise.config.load import to_yaml
 from shardwise.config.run import CheckpointConfig, RunConfig
@@ -219,7 +219,7 @@ class Training:
 Kind = Literal["sharded", "full", "dcp"]
 
 _NAME = re.compile(r"step-(\d{8,})(\.pt)?")
-_METADATA = ".metadata"
+_METADATA, _METRIC = ".metadata", "metric"
 
 
 TrainState = dict[str, Any]
@@ -252,6 +252,10 @@ def kind_of(path: Path) -> Kind | None:
     if is_committed(path):
         return "sharded"
     return "dcp" if (path / _METADATA).is_file() else None
+
+
+def _metric_of_file(path: Path | str) -> float | None:
+    return open_checkpoint(path).values.get(f"extra.{_METRIC}")
 
 
 def _load_dcp(path: Path, model: nn.Module, optimizers: Optimizer, **objects: Any) -> None:
@@ -292,7 +296,7 @@ class Checkpoints:
         self.wait_s = 0.0
         """Seconds that training waited for saves since `take_wait_s`."""
         keep = {name: getattr(config, name) for name in ("keep_last", "keep_every", "keep_best")}
-        self._retention = Retention(**keep)  # of full files
+        self._retention = Retention(**keep, metric_of=_metric_of_file)
         checkpointer = Checkpointer(
             self.folder, asynchronous=config.asynchronous, trainable_only=trainable_only, **keep
         )
@@ -315,7 +319,7 @@ class Checkpoints:
         else:
             self._checkpointer.load(path=found.path, **state)
         self.latest = found.path
-        is_own = found.path.parent == self.folder
+        is_own = is_same_place(found.path.parent, self.folder)
         self._saved_step = found.step if is_own else -1
         if is_own:
             self._retention.adopt(self._present())
@@ -327,7 +331,7 @@ class Checkpoints:
         start = time.perf_counter()
         if self.config.format == "full":
             self.latest = self.folder / f"step-{step:08d}.pt"
-            save_full(self.latest, overwrite=True, **state)
+            save_full(self.latest, overwrite=True, extra=None if metric is None else {_METRIC: metric}, **state)
             self._retention.add(step, metric)
             on_rank_zero(lambda: self._retention.retire(self._present(), step))
         else:  # `sharded` and `dcp`: DCP reads these folders
@@ -365,7 +369,7 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
                 fix="set folder to a new one, or checkpoint.resume = auto to resume",
             )
         return None
-    older = [found.step for found in own[:-1] if found.path.resolve() == Path(resume).resolve()]
+    older = [found.step for found in own[:-1] if is_same_place(found.path, Path(resume))]
     if older:
         raise ConfigError(
             f"checkpoint.resume is step {older[0]} of this run, which has continued to step {own[-1].step}",

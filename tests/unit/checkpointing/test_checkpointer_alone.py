@@ -352,3 +352,15 @@ def test_run_that_goes_back_continues_from_there(tmp_path: Path, caplog: pytest.
         "step-00000020.abandoned",
         "step-00000030.abandoned",
     ]
+
+
+def test_steps_after_the_loaded_one_are_abandoned_however_its_path_is_written(tmp_path: Path):
+    folder = tmp_path / "run"
+    saves(folder, dict.fromkeys((1, 2, 3)))
+    (tmp_path / "link").symlink_to(folder)
+    model, _ = a_run()
+    with Checkpointer(tmp_path / "link", asynchronous=False) as checkpointer:
+        checkpointer.load(model=model, path=folder / "step-00000001")
+        checkpointer.save(2, model=model)
+        assert checkpointer.latest() == 2
+    assert names(folder) == [*folders(1, 2), "step-00000002.abandoned", "step-00000003.abandoned"]

@@ -1,6 +1,7 @@
 """The reference mixture of experts: published size, names and numbers, balance, unused experts."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,6 +163,17 @@ def test_bias_moves_tokens_to_experts_that_have_few():
     chosen = (routed.gate(x[0, 0]).softmax(-1) + routed.expert_bias).argmax()
     gate, up = (routed.experts.gate_up_proj[chosen] @ x[0, 0]).chunk(2)
     torch.testing.assert_close(mixed[0, 0], routed.experts.down_proj[chosen] @ (F.silu(gate) * up))
+
+
+def test_bias_stays_in_a_step_that_is_not_finite():
+    routed = RoutedFeedForward(replace(DEBUG, bias_rate=0.006))
+    bias, finite = ExpertBias(routed), torch.tensor(1.0)
+    for norm in (math.nan, math.inf, 1.0):
+        assert not routed.expert_bias.any()
+        routed(torch.randn(2, 16, DEBUG.hidden_size))
+        bias.update(finite, torch.tensor(norm))
+        assert not routed.token_counts.any(), "those of a bad step do not count in the next one"
+    assert routed.expert_bias.any()
 
 
 @pytest.mark.slow

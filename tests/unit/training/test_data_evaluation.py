@@ -12,6 +12,7 @@ import torch
 from shardwise.config.run import DataConfig
 from shardwise.errors import ConfigError
 from shardwise.training.data import Evaluation, open_evaluation
+from shardwise.training.data.loader import Share
 from tests.unit.training.data_files import numbered, open_some, samples_in
 
 
@@ -133,3 +134,31 @@ def test_without_labels_the_last_batch_is_smaller(tmp_path: Path):
 def test_fewer_samples_without_labels_than_ranks_are_refused():
     with pytest.raises(ConfigError, match="2 held-out sample"):
         evaluation(DataConfig(evaluation=f"{__name__}:two"), 0, 4)
+
+
+class Rows:
+    """Samples whose labels have a given shape and dtype."""
+
+    num_samples = 5
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    def batch(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        labels = rows.to(self.dtype).view(-1, *[1] * len(self.shape)).expand(-1, *self.shape)
+        return {"pixels": rows.to(torch.float32), "labels": labels}
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_the_last_batch_is_filled_up_whatever_the_shape_of_labels(shape: tuple[int, ...]):
+    held_out = Evaluation(
+        Rows(shape, torch.int64), 0, Share(batch_size=4, rank=0, num_ranks=1, device="cpu"), workers=0
+    )
+    first, last = held_out
+    assert first["labels"].shape == last["labels"].shape == (4, *shape)
+    assert last["labels"].view(4, -1).unique(dim=1).flatten().tolist() == [4, -100, -100, -100]
+
+
+def test_numbers_as_labels_are_never_replaced():
+    held_out = Evaluation(Rows((), torch.float32), 0, Share(batch_size=4, rank=0, num_ranks=1, device="cpu"), workers=0)
+    assert [batch["labels"].tolist() for batch in held_out] == [[0, 1, 2, 3], [4]]

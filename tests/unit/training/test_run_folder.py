@@ -1,17 +1,21 @@
 """The folder of a run, its name and its settings; which checkpoint it continues from; what it says at the end."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from shardwise.config.run import RunConfig
+from shardwise.config.run import CheckpointConfig, RunConfig
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.training.loop import deterministic_algorithms, seed_for, seed_step
 from shardwise.training.run import resolved_yaml
 from shardwise.training.run_folder import (
+    Checkpoints,
     Training,
+    find_checkpoints,
     find_resumed,
     prepare_folder,
     refuse_other_model,
@@ -152,3 +156,37 @@ def test_a_url_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: p
         with pytest.raises(ConfigError, match="s3://bucket/run is a URL"):
             start()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_a_resumed_run_knows_which_checkpoint_was_best(tmp_path: Path, format: Literal["full", "sharded"]):
+    config = CheckpointConfig(format=format, keep_last=1, keep_best=1, asynchronous=False)
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with ExitStack() as stack:
+        checkpoints = Checkpoints(tmp_path, config, stack)
+        for step, metric in {1: 0.5, 2: 2.0}.items():
+            checkpoints.save(step, state, metric)
+    with ExitStack() as stack:
+        checkpoints = Checkpoints(tmp_path, config, stack)
+        found = checkpoints.newest()
+        assert found is not None
+        checkpoints.load(found, state)
+        checkpoints.save(3, state, 1.0)
+    assert [each.step for each in find_checkpoints(tmp_path / "checkpoints")] == [1, 3]
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_a_run_knows_its_folder_by_another_path(tmp_path: Path, format: Literal["full", "sharded"]):
+    """Its later checkpoints are then abandoned, or its own to remove."""
+    config = CheckpointConfig(format=format, keep_last=1, asynchronous=False)
+    model = torch.nn.Linear(2, 2)
+    with ExitStack() as stack:
+        Checkpoints(tmp_path / "run", config, stack).save(1, {"model": model})
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with ExitStack() as stack:
+        checkpoints = Checkpoints(tmp_path / "link", config, stack)
+        [found] = find_checkpoints(tmp_path / "run" / "checkpoints")
+        checkpoints.load(found, {"model": model})
+        checkpoints.save(2, {"model": model})
+    assert [each.step for each in find_checkpoints(tmp_path / "run" / "checkpoints")] == [2]

@@ -274,8 +274,8 @@ class Evaluation:
     """One pass over samples, which can be repeated. From `open_evaluation`.
 
     The last batch is filled up with rows whose labels are all ignored: no rank waits for another, and no sample
-    counts twice. Where batches have no labels there is nothing to ignore; there the last batch is smaller, and
-    the fewer than `num_ranks` samples that would be left of it are left out.
+    counts twice. Where batches have no labels, or labels of floating point, there is nothing to ignore; there the last
+    batch is smaller, and the fewer than `num_ranks` samples that would be left of it are left out.
     """
 
     samples: Samples
@@ -288,7 +288,8 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         self.num_samples = self.samples.num_samples - self.first
-        self._is_labelled = "labels" in self.samples.batch(torch.tensor([self.first]))
+        labels = self.samples.batch(torch.tensor([self.first])).get("labels")
+        self._is_labelled = labels is not None and not labels.is_floating_point()
 
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
@@ -306,7 +307,8 @@ class Evaluation:
         batch = self.samples.batch((rows + begin).masked_fill(filler, begin))
         if bool(filler.any()):
             # Not in place: labels may lie in the same memory as the tokens.
-            batch["labels"] = batch["labels"].masked_fill(filler[:, None], IGNORED)
+            labels = batch["labels"]
+            batch["labels"] = labels.masked_fill(filler.view(-1, *[1] * (labels.ndim - 1)), IGNORED)
         return batch
 
 
