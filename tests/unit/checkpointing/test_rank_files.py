@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardwise.checkpointing.contents import ChunkSpec
+from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.rank_files import find_series, read_rank_files
 from shardwise.checkpointing.reading import read_chunk
 from shardwise.checkpointing.storage import names_in
@@ -104,6 +105,37 @@ def test_files_may_be_renamed_all_alike(tmp_path: Path):
         (tmp_path / f"rank{rank}.pt").rename(tmp_path / f"state-{rank}.pt")
     assert names_in(tmp_path) == ["state-0.pt", "state-1.pt"]
     assert read_rank_files(tmp_path).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("epoch0.pt", "epoch1.pt", "epoch2.pt"),
+        ("step-10.pt", "step-20.pt"),
+        ("epoch=0-step=10.ckpt", "epoch=1-step=20.ckpt"),
+        ("best.pt", "epoch1.pt"),
+        ("ckpt0.pt", "ckpt1.pt"),
+    ],
+)
+def test_whole_checkpoints_side_by_side_are_not_the_files_of_ranks(names: tuple[str, ...], tmp_path: Path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for name in names:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"which of {len(names)} torch files") as error:
+        open_checkpoint(tmp_path)
+    assert ", ".join(names) in error.value.where
+    assert str(tmp_path / names[-1]) in error.value.fix
+    assert open_checkpoint(tmp_path / names[-1]).format == "full"
+
+
+def test_optimizer_shards_of_several_epochs_are_not_the_files_of_ranks(tmp_path: Path):
+    for epoch in range(2):
+        torch.save(optimizer_of(0), tmp_path / f"optimizer_epoch{epoch}.pt")
+    with pytest.raises(CheckpointError, match="which of 2 torch files"):
+        open_checkpoint(tmp_path)
 
 
 def test_shards_that_do_not_say_where_they_belong_are_refused(tmp_path: Path):

@@ -9,7 +9,7 @@ from shardwise.checkpointing.contents import Contents, merge_contents
 from shardwise.checkpointing.formats import fsdp1
 from shardwise.checkpointing.formats.dcp import is_dcp, read_dcp
 from shardwise.checkpointing.formats.full import is_bin_shards, read_bin_shards, read_full
-from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES, find_series, read_rank_files
+from shardwise.checkpointing.formats.rank_files import TORCH_SUFFIXES, read_rank_files
 from shardwise.checkpointing.formats.safetensors import is_safetensors, read_safetensors
 from shardwise.checkpointing.formats.sharded import MANIFEST_NAME, METADATA_NAME, committed_steps, step_folder
 from shardwise.checkpointing.names import with_our_names
@@ -100,12 +100,12 @@ def _open_folder(place: storage.Place) -> Contents:
     torch_names = [name for name in names if name.endswith(TORCH_SUFFIXES)]
     if len(torch_names) == 1:
         return read_full(storage.join(place, torch_names[0]))
-    if find_series(place):
-        return read_rank_files(place)
     if any(name.endswith(".distcp") for name in names):
         why = "`.metadata` is written last: the save was interrupted, or the file was not copied"
         fix = storage.COPY_AGAIN + " with its hidden files"
         raise storage.damaged("the folder has the data of a checkpoint but no index", place, why, fix)
+    if torch_names:
+        return read_rank_files(place)
     raise _unknown(place, f"it holds {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}")
 
 

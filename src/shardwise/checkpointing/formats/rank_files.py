@@ -13,21 +13,55 @@ from shardwise.checkpointing.contents import ChunkSpec, Contents, KeyPath, Store
 from shardwise.checkpointing.formats.fsdp1 import FLAT_PARAM
 from shardwise.checkpointing.pickles.machine import DTensorRef, ShardedRef, TensorRef
 from shardwise.checkpointing.pickles.torch_files import Ref, TorchFile, is_torch_file, read_torch_file
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, listed
 
 DIGITS = re.compile(r"\d+")
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WORLD_SIZE = re.compile(r"(?:of|world_size|ws)[-_]?(\d+)")
+_BEFORE_RANK, _AFTER_RANK = re.compile(r"(?:rank|shard|part)[-_.=]*$", re.I), re.compile(r"[-_.]?of[-_.]?$", re.I)
+_BEFORE_STEP = re.compile(r"(?:epoch|step|iter(?:ation)?)s?[-_.=]*$", re.I)
 
 
 def find_series(folder: storage.Place) -> list[list[str]]:
-    """The sets of per-rank files in a folder: names that differ in nothing but the rank's number, by rank."""
+    """The sets of per-rank files in a folder: names that differ in nothing but the rank's number, by rank.
+
+    None where only numbers tell files apart: neither do the names say that they count ranks, nor does any file hold
+    a rank's part.
+    """
     groups: dict[str, list[str]] = {}
     for name in storage.names_in(folder):
         if name.endswith(TORCH_SUFFIXES) and DIGITS.search(name):
             groups.setdefault(_template(name), []).append(name)
-    series = [_in_order(folder, names) for names in groups.values()]
-    return [names for names in series if len(names) > 1 or is_torch_file(storage.join(folder, names[0]))]
+    series = [names for names in groups.values() if len(names) > 1 or is_torch_file(storage.join(folder, names[0]))]
+    others = [names for names in series if not _counts(names, _BEFORE_RANK, _AFTER_RANK)]
+    if any(_counts(names, _BEFORE_STEP) for names in others):
+        return []
+    if others and not any(_holds_parts(storage.join(folder, names[0]), len(names)) for names in others):
+        return []
+    return [_in_order(folder, names) for names in series]
+
+
+def _counts(names: list[str], before: re.Pattern[str], after: re.Pattern[str] | None = None) -> bool:
+    """Whether the text before or after a number in which the names differ, or any number of a single one, matches."""
+    texts = DIGITS.split(names[0])
+    return any(before.search(texts[at]) or (after is not None and after.match(texts[at + 1])) for at in _varying(names))
+
+
+def _varying(names: list[str]) -> list[int]:
+    """Which of the numbers differ between the names; all numbers of a single name."""
+    numbers = zip(*(map(int, DIGITS.findall(name)) for name in names), strict=True)
+    return [at for at, values in enumerate(numbers) if len(names) == 1 or len(set(values)) > 1]
+
+
+def _holds_parts(place: storage.Place, num_files: int) -> bool:
+    """Whether a file holds one of `num_files` parts: sharded tensors, or flat optimizer state and nothing else."""
+    state = read_torch_file(place).state
+    refs = state.tensors.values()
+    sizes = [math.prod(ref.mesh_shape) for ref in refs if isinstance(ref, DTensorRef)]
+    if any(isinstance(ref, ShardedRef) for ref in refs) or any(size > 1 and num_files % size == 0 for size in sizes):
+        return True
+    is_flat = all(len(ref.shape) < 2 for ref in refs)
+    return is_flat and not sizes and any(_is_numbered(state.structure[name]) for name in state.tensors)
 
 
 def _template(name: str) -> str:
@@ -47,7 +81,7 @@ def _in_order(folder: storage.Place, names: list[str]) -> list[str]:
     """The files by rank: the one number in which their names differ counts the ranks."""
     template = _template(names[0])
     numbers = {name: tuple(map(int, DIGITS.findall(name))) for name in names}
-    varying = [at for at in range(template.count("#")) if len({values[at] for values in numbers.values()}) > 1]
+    varying = _varying(names) if len(names) > 1 else []
     if len(varying) > 1:
         why = f"the files {template} differ in {len(varying)} numbers: they are of several checkpoints"
         raise _mismatch(folder, why)
@@ -157,7 +191,13 @@ def read_rank_files(folder: storage.Place) -> Contents:
     """
     found = find_series(folder)
     if not found:
-        raise CheckpointError("there are no per-rank files", where=str(folder), fix="check the path")
+        names = [name for name in storage.names_in(folder) if name.endswith(TORCH_SUFFIXES)]
+        raise CheckpointError(
+            f"cannot tell which of {len(names)} torch files is the checkpoint",
+            where=f"{folder}: {', '.join(listed(names))}",
+            why="neither names (rank0.pt, 0-of-8.pt) nor contents show that they are the parts of one checkpoint",
+            fix=f"give one file, as in {storage.join(folder, names[-1])}" if names else "check the path",
+        )
     sizes = {len(series) for series in found}
     if len(sizes) > 1:
         counts = ", ".join(f"{len(series)} of {_template(series[0])}" for series in found)
