@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -80,7 +82,7 @@ def save_shards(folder: Path) -> Path:
 
 
 def save_over_shards(folder: Path) -> Path:
-    """Other files of the folder are taken over into the new one."""
+    """Other files of the folder stay."""
     sw.save_weights(a_run()[0], folder / "weights")
     (folder / "weights" / "tokenizer.json").write_text("{}")
     (folder / "weights" / "more").mkdir()
@@ -88,7 +90,7 @@ def save_over_shards(folder: Path) -> Path:
     sw.save_weights(a_run(16)[0], folder / "weights", max_shard_bytes=64, overwrite=True)
     assert (folder / "weights" / "tokenizer.json").read_text() == "{}"
     assert (folder / "weights" / "more" / "notes.txt").read_text() == "kept"
-    return folder / "weights"
+    return folder / "weights" / "model.safetensors.index.json"
 
 
 def convert(folder: Path) -> Path:
@@ -114,6 +116,55 @@ WAYS: dict[str, Callable[[Path], Path]] = {
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, log: Path, way: str):
     target = WAYS[way](tmp_path / "out")
     Disk(log).assert_published(target)
+
+
+@pytest.mark.parametrize(("old_bytes", "new_bytes"), [(16, 16), (None, 16), (16, None), (None, None)])
+def test_a_kill_at_any_point_leaves_the_old_weights_the_new_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_bytes: int | None, new_bytes: int | None
+):
+    """The folder is copied before every call that changes it, and after the last: a kill leaves one of the copies."""
+    folder, found = tmp_path / "weights", []
+
+    def model_of(value: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        with torch.no_grad():
+            return model.apply(lambda module: [parameter.fill_(value) for parameter in module.parameters()])
+
+    def values_in(copy: Path) -> set[float]:
+        loaded = model_of(0)
+        sw.load_weights(loaded, copy)
+        return {value for parameter in loaded.parameters() for value in parameter.flatten().tolist()}
+
+    sw.save_weights(model_of(1), folder, max_shard_bytes=old_bytes)
+    (folder / "tokenizer.json").write_text("mine")
+    (folder / "vision.safetensors.index.json").write_text("mine")
+    inode = folder.stat().st_ino
+
+    def copied(change: Callable[..., Any]) -> Callable[..., Any]:
+        def first_copy(*args: Any, **options: Any) -> Any:
+            shutil.copytree(folder, tmp_path / f"copy{len(found)}")
+            found.append(tmp_path / f"copy{len(found)}")
+            return change(*args, **options)
+
+        return first_copy
+
+    with (folder / "train.log").open("w", buffering=1) as file, monkeypatch.context() as patch:
+        for name in ("unlink", "rename", "replace", "fsync", "rmdir"):
+            patch.setattr(os, name, copied(getattr(os, name)))
+        sw.save_weights(model_of(2), folder, max_shard_bytes=new_bytes, overwrite=True)
+        file.write("epoch 2")
+    assert (folder.stat().st_ino, (folder / "train.log").read_text()) == (inode, "epoch 2")
+    assert values_in(folder) == {2}
+    for copy in found:
+        with contextlib.suppress(sw.ShardwiseError):
+            assert values_in(copy) in ({1}, {2})
+        sw.save_weights(model_of(3), copy, max_shard_bytes=new_bytes, overwrite=True)
+        assert values_in(copy) == {3}
+        assert (copy / "tokenizer.json").read_text() == "mine"
+    assert len(found) > 5
+    mine = {"tokenizer.json", "vision.safetensors.index.json", "train.log"}
+    assert mine < {item.name for item in folder.iterdir()}
+    assert not list(tmp_path.rglob("*.partial*"))
 
 
 def test_a_migrated_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path, log: Path):

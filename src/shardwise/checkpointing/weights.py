@@ -104,7 +104,7 @@ def save_weights(
             that peft opens, with the adapters and nothing else.
         dtype: Cast floating-point tensors to it, as in `bfloat16`.
         max_shard_bytes: Of tensors in one file of a folder, as in `"2GB"`; None: all in one.
-        overwrite: Replace weights that are there already.
+        overwrite: Replace weights that are there already; other files of a folder stay.
         progress: Receives the bytes that are written.
 
     Raises:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,9 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", INDEX_SUFFIX)
 _METADATA_KEY, _HEADER_CHECKSUM_KEY = "shardwise", "shardwise.header"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
+_WRITTEN = re.compile(rf"({'|'.join(_STEMS)})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+_PARTIAL = ".shardwise.partial"
 _BLANK = "0" * 16
 _GET_AGAIN = "get the file again from where it came from, or write it again"
 _MISSING = "a file of the checkpoint is missing"
@@ -56,11 +58,13 @@ def _choose(folder: storage.Place) -> list[str]:
     names = storage.names_in(folder)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     plain = [name for name in names if name.endswith(".safetensors")]
-    for name in ("model.safetensors", "diffusion_pytorch_model.safetensors"):
-        if name in plain:
+    for name in (stem + suffix for suffix in _WEIGHT_SUFFIXES for stem in _STEMS[:2]):
+        if name in names:
             return [name]
     if len(indexes) == 1:
         return indexes
+    if (name := f"{_STEMS[2]}.safetensors") in plain:
+        return [name]
     shards = [match for name in plain if (match := _SHARD.fullmatch(name))]
     if len(plain) == 1 and not indexes and not shards:
         return plain
@@ -273,7 +277,7 @@ class SafetensorsWriter:
             with storage.replace_file(self._path) as file:
                 _write_file(file, self._shards[0], chunks)
             return
-        count, small = len(self._shards), dict(self._sidecars)
+        count, index = len(self._shards), dict[str, bytes]()
         names = [f"{self._stem}-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
         if count == 1:
             names = [f"{self._stem}.safetensors"]
@@ -282,18 +286,25 @@ class SafetensorsWriter:
                 tensor.name: file for file, shard in zip(names, self._shards, strict=True) for tensor in shard
             }
             total = sum(tensor.num_bytes for tensor in self.order)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            small[self._stem + INDEX_SUFFIX] = json.dumps(index, indent=2).encode() + b"\n"
-        partial = self._path.with_name(f".{self._path.name}.partial")
+            described = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            index[self._stem + INDEX_SUFFIX] = json.dumps(described, indent=2).encode() + b"\n"
+        is_new = not self._path.exists()
+        partial = self._path.with_name(f".{self._path.name}.partial") if is_new else self._path / _PARTIAL
         with storage.removed_on_error(partial):
             storage.make_folder(partial)
             for name, shard in zip(names, self._shards, strict=True):
                 with storage.FileWriter(partial / name) as file:
                     _write_file(file, shard, chunks)
                     file.sync()
-            for name, data in small.items():
+            for name, data in (self._sidecars | index).items():
                 storage.write_small(partial / name, data)
-            _publish_folder(partial, self._path, {*names, *small})
+            storage.sync_folder(partial)
+            if is_new:
+                with storage.os_errors("rename the folder", self._path):
+                    os.rename(partial, self._path)
+                storage.sync_folder(self._path.parent)
+                return
+        _replace_weights(partial, self._path, [*self._sidecars, *names, *index])
 
 
 def _write_file(file: storage.FileWriter, tensors: Sequence[contents.StoredTensor], chunks: Chunks) -> None:
@@ -331,8 +342,9 @@ def _header(tensors: Sequence[contents.StoredTensor], digests: Mapping[str, str]
 def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
     """Refuse a path that cannot hold weights, as a file or as a folder, or that has some already."""
     storage.make_folder(path.parent)
-    with storage.os_errors("write into the folder", path.parent):
-        if not os.access(path.parent, os.W_OK):
+    folder = path if path.is_dir() and not is_file else path.parent
+    with storage.os_errors("write into the folder", folder):
+        if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     if path.exists() and path.is_dir() == is_file:
         what = "this is a folder, not a file" if is_file else "this is a file, not a folder"
@@ -349,26 +361,18 @@ def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
         )
 
 
-def _publish_folder(partial: Path, target: Path, written: Iterable[str]) -> None:
-    """Let the partial folder take the place of `target`, keeping what else is in there (a tokenizer, say)."""
-    retired = partial.with_name(partial.name + ".old")
-    with storage.os_errors("rename the folder", target):
-        for item in target.iterdir() if target.exists() else ():
-            if item.name not in written and not item.name.endswith(_WEIGHT_SUFFIXES):
-                _carry_over(item, partial / item.name)
-        storage.sync_folder(partial)
-        if target.exists():
-            os.rename(target, retired)
-        os.rename(partial, target)
-    storage.sync_folder(target.parent)
-    storage.remove_tree(retired)
+def _replace_weights(partial: Path, folder: Path, names: Sequence[str]) -> None:
+    """Move the files into the folder, in place of its weights; its other files, open or linked to, are not touched.
 
-
-def _carry_over(source: Path, target: Path) -> None:
-    if source.is_dir() and not source.is_symlink():
-        shutil.copytree(source, target, symlinks=True)
-    else:
-        shutil.copy2(source, target, follow_symlinks=False)
-    for item in (target, *target.rglob("*")):
-        if not item.is_symlink():
-            storage.sync_folder(item)  # or file: whatever has the name
+    The old weights are removed first, their index before them, and the new index comes last: a reader, also one after
+    a crash, finds the old weights, the new ones or an incomplete set, but no mixture.
+    """
+    old = [name for name in storage.names_in(folder) if _WRITTEN.fullmatch(name)]
+    with storage.os_errors("replace the weights", folder):
+        for name in sorted(old, key=lambda name: not name.endswith(INDEX_SUFFIX)):
+            (folder / name).unlink()
+        storage.sync_folder(folder)
+        for name in names:
+            os.replace(partial / name, folder / name)
+        storage.sync_folder(folder)
+    storage.remove_tree(partial)
