@@ -17,11 +17,11 @@ class EMA:
     """An exponential moving average of a model's trainable parameters.
 
     After each `update()` the average is `decay * average + (1 - decay) * parameter`. It is sharded like
-    the parameters and has their dtype; averages of 16-bit parameters are kept in float32, since the updates of a
-    slow average are smaller than what 16 bits can add. Frozen parameters are left out.
+    the parameters and has their dtype; averages of 16-bit parameters are kept in float32, because the updates of
+    a slow average are too small to change a 16-bit number. Frozen parameters are left out.
 
     Args:
-        model: Sharded by shardwise or by hand, or not at all. Materialised.
+        model: Sharded by shardwise or by hand, or not at all. Materialized.
         decay: Between 0 and 1, or a function of the number of updates made before this one.
         include_buffers: Also average floating-point buffers, and copy the others.
 
@@ -47,10 +47,10 @@ class EMA:
             self._shadow[name] = tensor.detach().to(torch.float32 if is_short else tensor.dtype, copy=True)
 
     def update(self) -> None:
-        """Move the average towards the parameters; call it after `optimizer.step()`.
+        """Move the average toward the parameters; call it after `optimizer.step()`.
 
         Raises:
-            ShardError: The average is swapped into the model now, or parameters have come or gone.
+            ShardError: The average is currently swapped into the model, or averaged parameters were removed.
         """
         self._refuse_if_swapped("update")
         decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
@@ -74,10 +74,10 @@ class EMA:
     def swap(self) -> Iterator[None]:
         """Swap the average into the model's parameters inside the block.
 
-        For evaluation and saving, not for training: what the block changes in the parameters is dropped.
+        For evaluation and saving, not for training: changes that the block makes to the parameters are dropped.
 
         Raises:
-            ShardError: The average is swapped into the model already, or parameters have come or gone.
+            ShardError: The average is already swapped into the model, or averaged parameters were removed.
         """
         self._refuse_if_swapped("swap")
         pairs = self._pairs()
@@ -108,7 +108,7 @@ class EMA:
         """Load averages: DTensors placed like the parameters, or full plain tensors.
 
         Raises:
-            CheckpointError: Names or shapes differ, or a DTensor is placed in another way. Nothing is loaded.
+            CheckpointError: Names, shapes, or a DTensor's mesh or placements differ. Nothing is loaded.
         """
         loaded = state_dict["shadow"]
         _check_matches(self._shadow, loaded)
@@ -120,7 +120,7 @@ class EMA:
         self.num_updates = int(state_dict["num_updates"])
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this rank's part of every average, with its part of the model's value."""
+        """Return this rank's part of every average, with its part of the model's tensor."""
         reshard(self.model)
         current = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         missing = sorted(self._shadow.keys() - current.keys())

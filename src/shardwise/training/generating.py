@@ -36,15 +36,15 @@ def generate(
     """Continue a prompt token by token.
 
     Args:
-        model: Takes token ids (rows, length), returns logits or an output that holds `logits`. Sharded or not, or a
+        model: Takes token ids (rows, length), returns logits or an output with `logits`. Sharded or not, or a
             pipeline.
-        prompt_ids: One prompt (length), or several of one length (rows, length). Rank 0's counts.
+        prompt_ids: One prompt (length), or several of the same length (rows, length). Rank 0's prompts are used.
         max_new_tokens: Maximum number of new tokens.
         temperature: Below 1 prefers likely tokens; 0 always takes the likeliest.
         seed: The same seed draws the same tokens, on any number of ranks.
-        end_id: Stop when every row has drawn this token; what a row draws after it is `end_id` again.
-        window: How many of the last tokens the model looks at; None: as many as it has positions for. Beyond the length
-            of the sequences that it was trained on, a model writes nonsense.
+        end_id: Stop when every row has drawn this token; a row that has ended is padded with `end_id`.
+        window: Number of most recent tokens to pass to the model; None: the model's maximum length. Contexts longer
+            than the training sequences give poor text.
 
     Returns:
         Prompt and continuation, shaped like the prompt, on the model's device; the same on every rank.
@@ -53,8 +53,8 @@ def generate(
         ConfigError: The prompt is empty or the temperature negative; or the model does not return logits.
 
     Ranks:
-        Collective. Afterwards every parameter is sharded again, each module is in the mode it was in, and the random
-        numbers that training draws are untouched.
+        Collective. Afterward every parameter is sharded again, and the modes of the modules and the random state of
+        training are unchanged.
     """
     _check(prompt_ids, temperature)
     pipe, model = (model, model.model) if isinstance(model, Pipeline) else (None, model)
@@ -78,7 +78,7 @@ def generate(
                 drawn = logits.argmax(-1)
             else:
                 drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
-            # Kernels of another rank may round another way, and one other token would part the ranks.
+            # Rounding may differ between ranks, and one different token would make the ranks diverge.
             drawn = on_rank_zero(lambda drawn=drawn: drawn)
             if end_id is not None:
                 drawn[ended] = end_id

@@ -41,7 +41,7 @@ from shardwise.training.step import accumulate, clip_grad_norm_, clipping_factor
 @contextmanager
 def gc_frozen() -> Iterator[None]:
     """Exclude existing objects from garbage collection inside the block, because a full collection is slow."""
-    gc.collect(1)  # young objects only: a full collection would delay the first step by a tenth of a second
+    gc.collect(1)  # young generations only: a full collection would delay the first step by 0.1 s
     gc.freeze()
     try:
         yield
@@ -94,7 +94,7 @@ def seed_step(seed: int, rank: int, step: int) -> None:
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Allow only deterministic kernels inside the block; no effect unless `wanted`."""
+    """Allow only deterministic kernels inside the block; no effect if `wanted` is False."""
     if not wanted:
         yield
         return
@@ -116,7 +116,7 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 
 def evaluate(run: TrainingRun) -> float | None:
-    """Record the mean loss per token on the held-out data, if there is any, of the averaged weights; collective."""
+    """Record the mean loss per token of the averaged weights on the held-out data, if any; collective."""
     if run.evaluation is None:
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -131,7 +131,7 @@ def evaluate(run: TrainingRun) -> float | None:
             loss_sum, num_tokens = run.loss_of(batch)
             sums += torch.stack([loss_sum.detach().to(sums), num_tokens.to(sums)])
     if dist.get_world_size() > 1:
-        dist.all_reduce(sums)  # ranks that share a batch count it in both sums
+        dist.all_reduce(sums)  # ranks that share a batch add it to both sums
     loss, tokens = sums.tolist()
     loss = loss / tokens if tokens else math.nan
     run.step_metrics.restart_clock()  # evaluation time belongs to no step
@@ -142,7 +142,7 @@ def evaluate(run: TrainingRun) -> float | None:
 def export(run: TrainingRun) -> Path:
     """Write the weights, the model's config and the tokenizer to the run's folder; collective.
 
-    They are a folder of safetensors; of a run with `lora`, of peft's with the adapters.
+    The format is a folder of safetensors, or with `lora` the adapters in peft's format.
     """
     folder, tokenizer = run.folder / "export", run.config.data.tokenizer
     save_weights(run.model, folder, "safetensors" if run.config.lora is None else "peft", overwrite=True)
@@ -157,7 +157,7 @@ def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
         for name in sidecar_names(source):
             if name not in ("config.json", "generation_config.json"):  # the model writes its own
                 shutil.copyfile(source / name, folder / name)
-        if tokenizer.is_file():  # whatever its name was
+        if tokenizer.is_file():  # under any name
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
     except OSError as error:
         raise CheckpointError(
@@ -179,7 +179,7 @@ def rewind(run: TrainingRun, bad_step: int) -> None:
             fix="set training.on_bad_loss = skip, which skips the step",
         )
     run.data.leave_out(bad_step - 1)
-    run.step_metrics.flush()  # readings of steps that are undone
+    run.step_metrics.flush()  # readings of the undone steps
     run.checkpoints.load(found, run.state)
     run.schedule.apply()
     run.step_logger.rewind(run.step, run.schedule.steps_done)
@@ -191,7 +191,7 @@ def finish(run: TrainingRun, stop: StopRequest) -> Training:
     """Evaluate, save, sample and export at the end of a run; only save if it was stopped early. Collective."""
     stopped = sample = exported = metric = None
     if run.step < run.config.training.steps:
-        stopped = next((why for why in gather_objects(stop.why) if why), "stopped")  # of the first rank that was asked
+        stopped = next((why for why in gather_objects(stop.why) if why), "stopped")  # the first rank with a reason
     else:
         metric = evaluate(run)
     run.checkpoints.save(run.step, run.state, metric)
@@ -224,7 +224,7 @@ def finish(run: TrainingRun, stop: StopRequest) -> Training:
 
 
 def generate_sample(run: TrainingRun) -> str | None:
-    """The model's continuation of `training.sample`, if there is one and the model produces text; collective."""
+    """Continue the prompt `training.sample`, if it is set and the model is a language model; collective."""
     text, tokenizer = run.config.training.sample, run.loader.tokenizer
     if text is None or tokenizer is None:
         return None
@@ -249,14 +249,14 @@ def fit(
 
     Args:
         config: The run.
-        progress: Receives every step; usually only rank 0 shows it.
+        progress: Receives every step; usually only rank 0 displays it.
         on_record: Called on every rank with the step and the numbers of each record of the metrics.
 
     Returns:
         Losses, sizes and paths of the run.
 
     Raises:
-        ShardwiseError: The run cannot start, with every problem; or it cannot continue. The same on every rank.
+        ShardwiseError: The run cannot start (the error lists every problem) or cannot continue. The same on every rank.
 
     Ranks:
         Collective. Joins the launcher's process group, or the one that exists.

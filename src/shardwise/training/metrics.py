@@ -73,7 +73,7 @@ class WeightsAndBiases:
                 why="rank 0 sends the run's records to it",
                 fix="wandb login, or set WANDB_MODE=offline to keep them here",
             ) from None
-        # A step of its own: wandb's must never fall, and drops what a resumed run repeats.
+        # A separate step: wandb's own must not decrease, and drops the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -112,8 +112,8 @@ FILE_NAME = "metrics.jsonl"
 class Metrics:
     """Writes records to `metrics.jsonl` in the run's folder, and to the trackers that the config names; on rank 0.
 
-    NaN and infinity become the strings `nan`, `inf` and `-inf`, which JSON has no numbers for and `float()` reads.
-    Records after `steps_done`, left by a run that came further before it was stopped, are dropped. The constructor is
+    NaN and infinity become the strings `nan`, `inf` and `-inf`, which `float()` parses: JSON has no such numbers.
+    Records after `steps_done`, written by an earlier process of the run, are dropped. The constructor is
     collective, so that all ranks raise the same error.
     """
 
@@ -137,7 +137,7 @@ class Metrics:
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in plain.items()
         }
-        # One write of a whole line: a reader never sees half a record, a killed run leaves at most one.
+        # One write per line: a reader never sees half a record, and a killed run leaves at most one.
         self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **encoded}) + "\n")
         self._file.flush()
         for tracker in self._trackers:
@@ -196,7 +196,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_records(path: Path, steps_done: int) -> None:
-    """Drop records of steps after `steps_done`, and unfinished lines; the file is replaced as a whole."""
+    """Drop records of steps after `steps_done`, and unfinished lines; the file is replaced atomically."""
     if not path.exists():
         return
     kept = [record for record in read_records(path) if record["step"] <= steps_done]
@@ -220,13 +220,13 @@ class StepReading:
     seconds: float
     """Duration on this rank."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """Further values for its record, known on the host."""
+    """Further values for its record, already on the host."""
 
 
 class StepMetrics:
     """Sums tokens and losses over ranks, in two scalar all-reduces per step (`count` and `mean`).
 
-    The sums stay on the device. From an accelerator, copies travel to the host meanwhile and are read a step later.
+    The sums stay on the device. On an accelerator they are copied to the host asynchronously and read a step later.
     Ranks that share a layer's matrices share their batch, which counts once.
     """
 
@@ -284,7 +284,7 @@ class StepMetrics:
         return total / self._copies if self._copies > 1 else total
 
 
-# Dense bfloat16 with float32 sums, in TFLOP/s, from the makers' data sheets. The first name in the device's name wins.
+# Dense bfloat16 with float32 sums, in TFLOP/s, from the vendors' data sheets. The first key in the device's name wins.
 _PEAKS = {
     "GB200": 2500, "B200": 2250, "H200": 989, "GH200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
     "H800": 989, "H20": 148, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A10G": 70,
@@ -299,16 +299,16 @@ _EXPERTS_PER_TOKEN = ("experts_per_token", "num_experts_per_tok", "num_experts_p
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     """Floating-point operations that one training step needs for one token.
 
-    The formula is `6 N + 12 L W S`, where N counts the parameters of matrices that a token meets, L layers, W their
-    width, S the sequence length.
+    The formula is `6 N + 12 L W S`, where N is the number of matrix parameters that a token uses, L the number of
+    layers, W their width and S the sequence length.
 
-    - A parameter costs 2 operations forward, 2 for the gradient of its input and 2 for its own; one that is frozen 4.
-    - Embedding tables are looked up, not multiplied, and count only when they are also the output matrix. Of experts,
-      as many count as see one token.
-    - Attention costs `2 * 2 L W S` forward and twice that backward; causal attention is counted in full and activation
-      recomputing not at all, as is usual, so that figures can be compared.
+    - A parameter costs 2 operations in forward, 2 for the gradient of its input and 2 for its own; a frozen one 4.
+    - Embedding tables are looked up, not multiplied, and count only if they are also the output matrix. Of the
+      experts, only those that one token is routed to count.
+    - Attention costs `2 * 2 L W S` in forward and twice that in backward. As is usual, causal attention is counted in
+      full and recomputed activations are not, so that figures are comparable.
 
-    L, W and experts are read from `model.config`; without them attention, or the choice of experts, is left out.
+    L, W and experts are read from `model.config`; without them attention is not counted, or all experts are.
     """
     multiplied = sum(
         parameter.numel() * share * (6 if parameter.requires_grad else 4) for parameter, share in _multiplied(model)
@@ -327,12 +327,12 @@ def peak_flops(device: torch.device | str) -> float | None:
 
 
 def mfu(tokens_per_s: float, flops_of_token: float, num_devices: int, peak: float | None) -> float | None:
-    """Model FLOPs utilisation of all ranks' devices, each with this peak FLOP/s; None without a peak."""
+    """Model FLOPs utilization of all ranks' devices, each with this peak FLOP/s; None without a peak."""
     return tokens_per_s * flops_of_token / (num_devices * peak) if peak else None
 
 
 def _multiplied(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
-    """Yield the parameters of matrix products used by a token, and the used fraction of each."""
+    """Yield the parameters of the matrix products that a token uses, and the used fraction of each."""
     num_experts, chosen = config_size(model, *_NUM_EXPERTS) or 0, config_size(model, *_EXPERTS_PER_TOKEN) or 0
     share = chosen / num_experts if num_experts > 1 and chosen else 1.0
     experts = {
@@ -398,7 +398,7 @@ class StepLogger:
         self._metrics.record(step, evaluation_loss=loss)
 
     def rewind(self, step: int, to_step: int) -> None:
-        """The run repeats the steps after `to_step`."""
+        """Rewind the records and the bar: the run repeats the steps after `to_step`."""
         self._metrics.rewind(to_step)
         self._progress.advance(to_step - step, note=f"back to step {to_step}")
 
@@ -421,7 +421,7 @@ class StepLogger:
 
 
 def used_memory(device: torch.device) -> int:
-    """Peak memory of this process in bytes: of the device, or main memory on the CPU."""
+    """Peak memory of this process in bytes: device memory, or main memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

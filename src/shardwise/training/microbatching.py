@@ -27,26 +27,26 @@ T = TypeVar("T")
 _MEMORY_ERRORS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 _NUM_TRIALS = 3  # optimizer state and averages exist from the second step on
 _CHEAP_TOKENS = 2**13
-"""From this size on, smaller micro-batches cost no more than recomputing and moving activations: unsharding and adding
-gradients takes as long as about 500 tokens, whatever the model."""
+"""Micro-batches of this size or more are halved before activations are recomputed or offloaded: unsharding and adding
+gradients takes as long as about 500 tokens, in any model."""
 
 
 class Microbatches:
     """Splits a rank's batch into micro-batches, and finds the size that fits in memory.
 
-    With several ranks the size is found in the first three steps: each step is tried without communication, so that
-    a rank that runs out of memory leaves no other rank in a collective, and all ranks halve the size until it fits
-    everywhere. A rank that runs out of memory in a later step raises; the launcher starts all ranks again, which
-    begin with half the size. One process halves the size in any step. With tensor parallelism, which communicates
-    inside layers, out-of-memory is an error like any other.
+    With several ranks the size is found in the first three steps: each step is first tried without communication, so
+    that no rank waits in a collective for one that ran out of memory, and all ranks halve the size until it fits on all
+    of them. A rank that runs out of memory in a later step raises; the launcher restarts all ranks with half the size.
+    A single process halves the size in any step. With tensor parallelism, which communicates inside layers,
+    out-of-memory is an ordinary error.
 
     Args:
         model: Sharded or not.
         rows: Rows of this rank's batch; the same on every rank.
         size: Rows of a micro-batch. None: start with all rows, and find the size that fits.
-        record: File that keeps the size to start with after a restart.
+        record: File with the initial size after a restart.
         report: Called on rank 0 with a message when less memory is used.
-        activations: What blocks keep for backward, where memory decides about it.
+        activations: The blocks' saved activations, if they adapt to memory.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Microbatches:
         self.num_halvings = 0
 
     def split(self, batch: Batch) -> list[Batch]:
-        """The batch in micro-batches of `size` rows; the last one may be smaller."""
+        """Split the batch into micro-batches of `size` rows; the last one may be smaller."""
         lengths = {name: len(tensor) for name, tensor in batch.items()}
         if max(lengths.values()) <= self.size:
             return [batch]
@@ -83,14 +83,14 @@ class Microbatches:
                 why=f"micro-batches of {self.size} rows are split from all of them",
                 fix="pad them to one row per sample, or set training.micro_batch_size to the full batch",
             )
-        cut = {name: tensor.split(self.size) for name, tensor in batch.items()}
-        return [dict(zip(cut, parts, strict=True)) for parts in zip(*cut.values(), strict=True)]
+        split = {name: tensor.split(self.size) for name, tensor in batch.items()}
+        return [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]
 
     def run(self, work: Callable[[list[Batch]], T], batch: Batch) -> T:
         """Run forward and backward over the micro-batches of a batch, halving their size until it fits.
 
-        The first three calls run the step once more, without communication. Gradients, random numbers and buffers are
-        restored after a trial and, in one process, after an attempt that failed. Collective.
+        With several ranks the first three calls first try the step without communication. Gradients, random state and
+        buffers are restored after a trial and, in one process, after a failed attempt. Collective.
         """
         self._num_runs += 1
         if self._trials_left:
@@ -106,7 +106,7 @@ class Microbatches:
                 if not self._is_found or not is_out_of_memory(error):
                     raise
                 failure = str(error)
-            # Here the exception, which refers to the activations, is gone.
+            # Outside the except block: the exception, which refers to the activations, is freed.
             if state is None:
                 self._give_up(failure)
             undo(self._model, state)
@@ -118,13 +118,13 @@ class Microbatches:
         try:
             with compat.local_collectives(), paused(self._model):
                 work(self.split(batch))
-        except Exception as error:  # any other error may come from incomplete weights; a real one is raised by the step
+        except Exception as error:  # other errors may come from the wrong weights; the step itself raises real ones
             failure = str(error) if is_out_of_memory(error) else None
         undo(self._model, state)
         return {rank: text for rank, text in enumerate(gather_objects(failure)) if text is not None}
 
     def _use_less(self, failures: dict[int, str], batch: Batch) -> None:
-        """Halve the size while micro-batches are large; then save fewer activations; then halve it down to one row."""
+        """Halve the size while micro-batches are large; then save fewer activations; then halve it to one row."""
         length = max((tensor.shape[1] for tensor in batch.values() if tensor.ndim > 1), default=1)
         is_large = self.size > 1 and -(-self.size // 2) * length >= _CHEAP_TOKENS
         mode = None
@@ -162,7 +162,7 @@ class Microbatches:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory, on an accelerator or the host."""
+    """Whether an error is an out-of-memory error of an accelerator or the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(each in str(error) for each in _MEMORY_ERRORS)
@@ -178,7 +178,7 @@ def _does_not_fit(rank: int, failure: str) -> TrainingError:
 
 
 def _is_data_parallel(model: nn.Module) -> bool:
-    """Whether a step has no collectives inside layers, in which a trial would hang."""
+    """Whether a step has no collectives inside layers; a trial would hang in them."""
     groups = compat.param_groups(model)
     return bool(groups) and all(compat.is_data_parallel(group) for group in groups)
 
@@ -195,12 +195,12 @@ def _read(record: Path) -> int | None:
 
 
 def volatile_state(model: nn.Module) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
-    """Return the state that a forward changes: random states, and buffers with copies."""
+    """Return the state that a forward changes: random state, and each buffer with a copy."""
     return random_state(), [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
 
 
 def undo(model: nn.Module, state: tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]) -> None:
-    """Undo a step that failed or was a trial, and free its memory."""
+    """Undo a failed or trial step, and free its memory."""
     recover(model)
     random_numbers, buffers = state
     set_random_state(random_numbers)

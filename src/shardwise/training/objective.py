@@ -1,8 +1,8 @@
 """The objective: batches on the device, losses, and non-finite losses.
 
-The logits of a long sequence are the largest tensors of a step (8,192 tokens of a vocabulary of 128,256: 4 GiB in
-float32, and as much again for their gradient). Where a plain matrix makes them, they exist for one chunk of tokens at
-a time, whose gradients are computed along with its loss. The function is the same, only the order of additions differs.
+The logits of a long sequence are the largest tensors of a step (8,192 tokens with a vocabulary of 128,256: 4 GiB in
+float32, and as much again for their gradient). If the output projection is a plain `nn.Linear`, they are computed for
+one chunk of tokens at a time, together with the chunk's gradients. Only the order of additions differs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from shardwise.training.microbatching import is_out_of_memory, undo, volatile_st
 from shardwise.training.step import lockstep
 
 _CHUNK_NUMEL = 2**28
-"""Logits in a chunk: 1 GiB in float32."""
+"""Number of logits in a chunk: 1 GiB in float32."""
 _MIN_CHUNK_ROWS = 256
 
 
 def output_matrix(model: nn.Module) -> nn.Linear | None:
-    """Return the output projection of the model, if it is a plain matrix."""
+    """Return the output projection of the model, if it is a plain `nn.Linear`."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else getattr(model, "lm_head", None)
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
@@ -46,19 +46,19 @@ def output_matrix(model: nn.Module) -> nn.Linear | None:
 
 
 class ChunkedLoss:
-    """The summed cross-entropy of a forward, computed where its output matrix is called.
+    """The summed cross-entropy of a forward, computed inside the call of the output projection.
 
-    That matrix returns a stand-in of the logits' shape, which takes no memory. A model that does anything with its
-    logits but return them (a soft cap, a slice) returns something else, and the loss must be computed from that.
+    The projection returns a placeholder of the logits' shape that takes no memory. A model that modifies its logits (a
+    soft cap, a slice) returns another tensor, and the loss must be computed from that.
     """
 
     def __init__(self, head: nn.Linear, labels: Tensor) -> None:
         self._head, self._labels = head, labels
-        self._stand_in: Tensor | None = None
+        self._placeholder: Tensor | None = None
 
     @contextmanager
     def computed(self) -> Iterator[None]:
-        """Run the model once inside."""
+        """Replace the projection's forward inside the block; call the model once."""
         self._head.forward = self._forward  # pyrefly: ignore[bad-assignment]
         try:
             yield
@@ -67,36 +67,36 @@ class ChunkedLoss:
 
     def of(self, logits: Any) -> Tensor | None:
         """Return the loss if the model returned the placeholder, else None."""
-        mine = self._stand_in
-        is_stand_in = (
+        mine = self._placeholder
+        is_placeholder = (
             mine is not None
             and isinstance(logits, Tensor)
             and logits.shape == mine.shape
             and logits.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
         )
-        return _FirstElement.apply(logits) if is_stand_in else None
+        return _FirstElement.apply(logits) if is_placeholder else None
 
     def _forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self._head.weight, self._head.bias
-        if hidden.shape[:-1] != self._labels.shape or self._stand_in is not None:
-            self._stand_in = None
+        if hidden.shape[:-1] != self._labels.shape or self._placeholder is not None:
+            self._placeholder = None
             return F.linear(hidden, weight, bias)
         vocabulary = None
         if isinstance(weight, DTensor) and isinstance(hidden, DTensor):
-            # Divided over the tensor axis by rows: each rank has some of the logits, and a part of the hidden
-            # states' gradient.
+            # Sharded by rows over the tensor axis: each rank has some of the logits, and a partial gradient of the
+            # hidden states.
             vocabulary = Vocabulary(weight)
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
             bias = bias.to_local() if isinstance(bias, DTensor) else bias
-        self._stand_in = _ChunkedCrossEntropy.apply(hidden, weight, bias, self._labels, vocabulary)
-        return self._stand_in
+        self._placeholder = _ChunkedCrossEntropy.apply(hidden, weight, bias, self._labels, vocabulary)
+        return self._placeholder
 
 
 class Vocabulary:
     """Rows of the output matrix on this rank.
 
     Args:
-        weight: Divided by rows over a mesh of one axis, evenly.
+        weight: Sharded evenly by rows over a mesh of one axis.
     """
 
     def __init__(self, weight: DTensor) -> None:
@@ -104,21 +104,21 @@ class Vocabulary:
         self._first = weight.device_mesh.get_local_rank() * weight.to_local().shape[0]
 
     def cross_entropy_and_gradient(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_cross_entropy_and_gradient`, of this rank's logits; the gradient is theirs.
+        """Return the summed loss of some rows, and its gradient for this rank's part of the logits.
 
         Ranks:
-            Collective. Two all-reduces, of one and of two numbers a row.
+            Collective. Two all-reduces, of one and of two numbers per row.
         """
         wide = logits.to(torch.promote_types(torch.float32, logits.dtype))
-        is_learnt, weights = _weights(targets, self.size)
+        is_counted, weights = _weights(targets, self.size)
         is_wanted = torch.arange(logits.shape[-1], device=logits.device) == (targets - self._first)[:, None]
         largest = wide.amax(-1, keepdim=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         sums = torch.stack([torch.exp(wide - largest).sum(-1), wide.where(is_wanted, 0.0).sum(-1)])
         dist.all_reduce(sums, group=self._group)
-        normaliser = sums[0].log()[:, None] + largest
-        loss = torch.where(is_learnt, (normaliser - sums[1][:, None]) * weights, 0.0).sum()
-        gradient = torch.where(is_learnt, torch.exp(wide - normaliser) - is_wanted.to(wide.dtype), 0.0)
+        log_sum_exp = sums[0].log()[:, None] + largest
+        loss = torch.where(is_counted, (log_sum_exp - sums[1][:, None]) * weights, 0.0).sum()
+        gradient = torch.where(is_counted, torch.exp(wide - log_sum_exp) - is_wanted.to(wide.dtype), 0.0)
         return loss, gradient.to(logits.dtype)
 
 
@@ -126,9 +126,9 @@ class _FirstElement(torch.autograd.Function):
     """Loss of a placeholder whose gradient needs no memory."""
 
     @staticmethod
-    def forward(ctx: Any, stand_in: Tensor) -> Tensor:
-        ctx.shape = stand_in.shape
-        return stand_in[(0,) * stand_in.ndim].clone()
+    def forward(ctx: Any, placeholder: Tensor) -> Tensor:
+        ctx.shape = placeholder.shape
+        return placeholder[(0,) * placeholder.ndim].clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
@@ -190,28 +190,28 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor, *, added: bool) -> None:
 def _cross_entropy_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss of some rows and its gradient, in the dtype of the logits."""
     wide = logits.to(torch.promote_types(torch.float32, logits.dtype))
-    is_learnt, weights = _weights(targets, logits.shape[-1])
+    is_counted, weights = _weights(targets, logits.shape[-1])
     wanted = targets.clamp(0, logits.shape[-1] - 1)[:, None]
-    normaliser = torch.logsumexp(wide, -1, keepdim=True)
-    loss = torch.where(is_learnt, (normaliser - wide.gather(-1, wanted)) * weights, 0.0).sum()
+    log_sum_exp = torch.logsumexp(wide, -1, keepdim=True)
+    loss = torch.where(is_counted, (log_sum_exp - wide.gather(-1, wanted)) * weights, 0.0).sum()
     is_wanted = torch.arange(logits.shape[-1], device=logits.device) == wanted
-    gradient = torch.where(is_learnt, torch.exp(wide - normaliser) - is_wanted.to(wide.dtype), 0.0)
+    gradient = torch.where(is_counted, torch.exp(wide - log_sum_exp) - is_wanted.to(wide.dtype), 0.0)
     return loss, gradient.to(logits.dtype)
 
 
 def _weights(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return which rows are learnt, and a factor of their losses: NaN for a label that has no logit."""
+    """Return which rows count, and a factor for their losses: NaN for a label outside the vocabulary."""
     is_outside = (targets < 0) | (targets >= vocab_size)
     return (targets != IGNORED)[:, None], torch.where(is_outside, torch.nan, 1.0)[:, None]
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Raise a ConfigError for labels that have no logit and are not -100; reads them from the device."""
+    """Raise a ConfigError for labels outside the vocabulary other than -100; synchronizes with the device."""
     if outside := labels[((labels < 0) & (labels != IGNORED)) | (labels >= vocab_size)].tolist():
         raise ConfigError(
             f"the batch has the label {outside[0]}, and the model has logits for 0 to {vocab_size - 1}",
             where="data.source: labels",
-            why=f"a label is a token, or {IGNORED} where nothing is learnt",
+            why=f"a label is a token, or {IGNORED} to exclude it from the loss",
             fix=f"replace it in the data: labels.masked_fill(labels == {outside[0]}, {IGNORED})",
         )
 
@@ -230,9 +230,9 @@ _MODEL_INPUTS = ("input_ids", "position_ids", "document_ids")
 
 
 class Objective:
-    """Computes the summed loss of some rows of a batch: `auto`, or by a `module:callable`.
+    """Computes the summed loss of some rows of a batch: `auto`, or a `module:callable`.
 
-    What the model's forward accepts is read before sharding wraps it.
+    Create it before sharding, which hides the signature of the model's forward.
     """
 
     def __init__(self, model: nn.Module, name: str = "auto") -> None:
@@ -240,7 +240,7 @@ class Objective:
         parameters = inspect.signature(model.forward).parameters
         self._accepted = frozenset(parameters)
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        # With a cache, transformers does not see from position_ids where documents begin.
+        # With a cache, transformers ignores document boundaries in position_ids.
         self._settings = {"use_cache": False} if "use_cache" in parameters else {}
         self._head = output_matrix(model) if self._custom is None else None
         self._is_tried = False
@@ -258,23 +258,23 @@ class Objective:
         return torch.full((), num_rows(batch), device=next(iter(batch.values())).device)
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss summed over the tokens, to call `backward()` on, and their number."""
+        """Return the loss summed over the tokens, for `backward()`, and the number of tokens."""
         if self._custom is not None:
             loss_sum, num_tokens = self._custom(model, batch)
             return loss_sum, torch.as_tensor(num_tokens)
         if "labels" not in batch:
             return self._loss_of_model(model, batch) * num_rows(batch), self.count(batch)
         inputs = {name: batch[name] for name in _MODEL_INPUTS if name in batch and name in self._accepted}
-        tokens = () if "input_ids" in inputs else (batch["input_ids"],)  # reference models name it differently
+        tokens = () if "input_ids" in inputs else (batch["input_ids"],)  # reference models use another name
         return self._next_token_loss(model, batch["labels"], tokens, inputs | self._settings), self.count(batch)
 
     def _next_token_loss(
         self, model: nn.Module, labels: Tensor, args: tuple[Tensor, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         if self._head is not None:
-            # Later labels on a GPU make the loss NaN; the fake tensors that plan a pipeline have no values.
+            # On a GPU only the first labels are checked: later bad ones make the loss NaN. Fake tensors have no values.
             if type(labels) is Tensor and (not self._is_tried or labels.device.type == "cpu"):
-                _check_labels(labels, self._head.weight.shape[0])  # a trial of the step drops errors
+                _check_labels(labels, self._head.weight.shape[0])  # here, because a trial step drops errors
             is_tried, self._is_tried = self._is_tried, True
             before = None if is_tried else volatile_state(model)
             loss, chunked = None, ChunkedLoss(self._head, labels)
@@ -287,7 +287,7 @@ class Objective:
                     raise
             if loss is not None:
                 return loss
-            self._head = None  # the model does more with its logits than return them
+            self._head = None  # the model modifies its logits
             if before is not None:
                 undo(model, before)
         return next_token_loss(logits_of(model(*args, **kwargs)), labels)
@@ -339,7 +339,7 @@ class StepBatches:
     def __init__(self, source: Loader) -> None:
         self.source = source
         self.steps = 0
-        """Batches handed out."""
+        """Number of batches returned."""
         self.left_out: frozenset[int] = frozenset()
         """Numbers of the skipped batches, from 0."""
         self._reached = source.state_dict()
@@ -392,8 +392,8 @@ def batch_of(step: int, left_out: Iterable[int]) -> int:
 def allows_step(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor, *, wait: bool = False) -> bool:
     """Whether to call `optimizer.step()`: only if loss and norm are finite.
 
-    On an accelerator a fused optimizer leaves a bad step out by itself, so the answer is True and nothing waits for the
-    device, unless `wait` asks for the true answer: an average of the weights must not move after a bad step.
+    On an accelerator a fused optimizer skips a bad step by itself, so this returns True without waiting for
+    the device, unless `wait` is set: an average of the weights must not move after a bad step.
     """
     is_bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(grad_norm.detach()))
     if is_bad.is_cuda and not wait and compat.set_found_inf(optimizer, is_bad.to(torch.float32)):

@@ -22,7 +22,7 @@ from shardwise.sharding.full_params import reshard
 from shardwise.sharding.inventory import ShardLayout, full_tensor, layout_of, local_part, local_tensor, sharded_axes
 
 BUCKET_BYTES = 256 * 1024**2
-"""What a rank sends and receives in one exchange, at most, unless one matrix has more."""
+"""Maximum bytes that a rank sends and receives in one exchange; a larger matrix is exchanged alone."""
 
 Work = Callable[[Tensor], Tensor]
 
@@ -37,9 +37,9 @@ def map_unsharded_matrices(
 ) -> Iterator[tuple[int, Tensor]]:
     """Apply `work` to unsharded matrices, or stacks of them, gathered from the parts of the ranks; collective, lazily.
 
-    It is called once for each matrix in all the ranks that share it, replicas included; only where two mesh axes cut a
-    matrix does every rank repeat it. Yields the index and this rank's part of each result, in no particular order;
-    every rank must consume all of it, and bring the same parameters. Matrices travel in `dtype`.
+    Each matrix is processed by one of the ranks that share it, replicas included; only a matrix sharded over two mesh
+    axes is processed by every rank. Yields the index and this rank's part of each result, in no particular order.
+    Every rank must pass the same parameters and consume the whole iterator. Matrices are sent in `dtype`.
     """
     shared: dict[tuple[ShardLayout, torch.Size], list[int]] = {}
     for index, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
@@ -57,14 +57,14 @@ def map_unsharded_matrices(
         count = max(1, bucket_bytes * layout.mesh.size() // (shape.numel() * dtype.itemsize))
         for first in range(0, len(indices), count):
             chosen = indices[first : first + count]
-            # Offloaded parts travel on the mesh's device: not every group can send from CPU memory.
+            # Offloaded parts are moved to the mesh's device: not every process group can send from CPU memory.
             stack = torch.stack([parts[index].to(layout.mesh.device_type, dtype) for index in chosen])
             yield from zip(chosen, _map_stack(stack, shape, layout, work, num_shared), strict=True)
             num_shared += len(chosen)
 
 
 def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
-    """Whether this rank has only unsharded matrices of it."""
+    """Whether this rank's part of the parameter consists of unsharded matrices."""
     if not isinstance(parameter, DTensor) or not sharded_axes(parameter) or parameter.device_mesh.size() == 1:
         return True
     return layout is not None and parameter.ndim == 3 and layout.dim == 0
@@ -73,7 +73,8 @@ def _is_whole(parameter: Tensor, layout: ShardLayout | None) -> bool:
 def _map_stack(parts: Tensor, shape: torch.Size, layout: ShardLayout, work: Work, first: int) -> Tensor:
     """Apply `work` to matrices of one shape, sharded over all ranks; rank `first` gets the first one.
 
-    Parts go to their owners over the axis that cuts them, and results back; then from each replica to the others.
+    Parts are sent to the owner of each matrix over the shard axis, and results back; then each replica broadcasts its
+    results to the others.
     """
     mesh, axis, dim = layout.mesh, layout.axis, layout.dim
     replicas = next((other for other in range(mesh.ndim) if other != axis and mesh.size(other) > 1), None)
@@ -116,11 +117,11 @@ _EPS = 1e-7
 class Muon(Optimizer):
     """Muon for the groups of kind `blocks`, AdamW for all others, as one optimizer.
 
-    The momentum is kept on the shards. Its orthogonalisation needs the whole matrix, so each matrix has an owner among
-    the ranks that share it, replicas included: the others send it their parts, it does the work, and sends the parts
-    of the result back. A matrix is thus worked on once, and a rank holds few of them whole at a time. Stacks of
-    matrices (experts) that are cut between matrices need no exchange. Matrices are orthogonalised in `dtype`: by
-    default bfloat16 on accelerators, as Muon was published; float32 on CPU, where bfloat16 is not faster.
+    The momentum is sharded like the parameters. Orthogonalizing needs the unsharded matrix, so each matrix has an owner
+    among the ranks that share it, replicas included: the owner receives the parts of the other ranks, computes the
+    update, and sends their parts back. Each matrix is thus processed once, and a rank holds few unsharded matrices at a
+    time. Stacks of matrices (experts) that are sharded over the stack dimension need no exchange. Matrices are
+    orthogonalized in `dtype`: by default bfloat16 on accelerators, as published; float32 on CPU, where it is as fast.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Muon(Optimizer):
         self.dtype, self.bucket_bytes = dtype, BUCKET_BYTES
         self.grad_scale: None = None
         self.found_inf: Tensor | None = None
-        """1 where the next step is to change nothing, decided on the device; as torch's fused optimizers have it."""
+        """1 if the next step must change nothing, set on the device; as in torch's fused optimizers."""
         groups = [{"kind": "matrices", **group} for group in params]
         muon = {"momentum": momentum, "nesterov": nesterov}
         adamw = {"betas": betas, "eps": eps, "fused": fused}
@@ -164,7 +165,7 @@ class Muon(Optimizer):
 
     def _step_muon(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         directions = [self._direction(parameter, group) for parameter in parameters]
-        first = parameters[0]  # unsharded matrices are on the mesh's device, an offloaded shard is not
+        first = parameters[0]  # the mesh's device: offloaded shards are on another
         device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
         dtype = self.dtype or orthogonalizing_dtype(device)
         for index, update in map_unsharded_matrices(
@@ -192,7 +193,7 @@ class Muon(Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         gradient, buffer = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
-        if self.found_inf is not None:  # the momentum of a step that is left out stays as it is
+        if self.found_inf is not None:  # a skipped step leaves the momentum unchanged
             gradient = torch.where(self.found_inf.to(buffer.device) > 0, buffer, gradient)
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
@@ -233,22 +234,23 @@ def step_adamw(optimizer: Any, parameters: Sequence[nn.Parameter], group: dict[s
 
 
 _LARGE = 2**18
-"""From this number of elements on, a kernel of its own costs less than reading and writing the gradient once more."""
+"""Parameters with at least this number of elements get a separate kernel: it costs less than reading and writing the
+gradient once more."""
 
 
 class ClippingAdamW(torch.optim.AdamW):
     """torch's fused AdamW on CUDA, with the same state, that also scales gradients while it reads them.
 
-    Clipping on its own reads and writes all gradients once more. Gradients may be narrower than their parameters: one
-    that was computed in bfloat16 and not added to anything has no more digits.
+    Separate clipping would read and write all gradients once more. Gradients may have fewer bits than their parameters:
+    more bits add nothing to a gradient that was computed in bfloat16 and not accumulated.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], **options: Any) -> None:
         super().__init__(params, fused=True, **options)
         self.gradient_factor: Tensor | None = None
-        """What the gradients of the next step are multiplied by, a 0-d tensor; None: nothing."""
+        """Factor of the gradients in the next step, a 0-d tensor; None: no scaling."""
         self.found_inf: Tensor | None = None
-        """1 where the next step is to change nothing, decided on the device."""
+        """1 if the next step must change nothing, set on the device."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -275,12 +277,12 @@ class ClippingAdamW(torch.optim.AdamW):
         one = torch.ones((), device=steps[0].device)
         is_bad = torch.zeros_like(one) if self.found_inf is None else self.found_inf.to(one)
         factor = one if self.gradient_factor is None else self.gradient_factor.to(one)
-        torch._foreach_add_(steps, [1 - is_bad] * len(steps))  # one tensor for all would be read on the host
+        torch._foreach_add_(steps, [1 - is_bad] * len(steps))  # a single tensor would be copied to the host
         (beta1, beta2), lr = group["betas"], group["lr"]
         passed = torch.stack(steps).double()
         step_sizes = (lr / (1 - torch.full_like(passed, beta1).pow(passed))).float().unbind()
         corrections = (1 - torch.full_like(passed, beta2).pow(passed)).rsqrt().float().unbind()
-        # In tensors, as another learning rate would compile the kernel again; filled there, as copies would wait.
+        # In tensors: a changed number would recompile the kernel. Filled on the device: a copy would synchronize.
         settings = (1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"])
         constants = [torch.full_like(one, value) for value in settings]
         for parameter, state, step_size, correction in zip(parameters, states, step_sizes, corrections, strict=True):
@@ -305,7 +307,7 @@ def _update(
     one_minus_beta2: Tensor,
     eps: Tensor,
 ) -> None:
-    """AdamW of one parameter; nothing where `is_bad`."""
+    """AdamW step of one parameter; no change if `is_bad`."""
     gradient, is_good = gradient.to(parameter.dtype) * factor, is_bad == 0
     new_mean = mean + (gradient - mean) * one_minus_beta1
     new_square = square * beta2 + gradient * gradient * one_minus_beta2
@@ -328,7 +330,7 @@ def orthogonalizing_dtype(device: torch.device) -> torch.dtype:
 def orthogonalize(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Bring the singular values of a matrix, or of each in a stack, near 1 by five Newton-Schulz iterations.
 
-    The same numbers as `torch.optim.Muon` gives, which works in bfloat16.
+    In bfloat16 the result equals that of `torch.optim.Muon`.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[-2] > matrix.shape[-1]
@@ -343,26 +345,26 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 Kind = Literal["matrices", "vectors", "embeddings", "blocks"]
-"""`blocks`: matrices inside the model's repeated blocks; matrices like others to whoever does not tell them apart."""
+"""`blocks`: matrices inside the model's repeated blocks; only Muon distinguishes them from `matrices`."""
 
 _DECAYED = ("matrices", "blocks")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # batch and instance norms have vectors anyway
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # batch and instance norms have only vectors
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def parameter_kinds(model: nn.Module) -> dict[nn.Parameter, Kind]:
     """The kind of every parameter, in the model's order.
 
-    - `embeddings`: of an `nn.Embedding` or `nn.EmbeddingBag`, also where the same parameter serves as output matrix.
-    - `vectors`: of a norm, or with fewer than two dims that are longer than 1 (biases, gains, class tokens).
-    - `blocks`: matrices, or stacks of them as experts have, in a block. A block is a module with parts of its own that
-      stands in a `ModuleList`, `ModuleDict` or `Sequential`; convolutions are left out.
-    - `matrices`: all the rest, such as output matrices and convolutions.
+    - `embeddings`: parameters of an `nn.Embedding` or `nn.EmbeddingBag`, also if tied to the output matrix.
+    - `vectors`: parameters of a norm, or with fewer than two dims longer than 1 (biases, gains, class tokens).
+    - `blocks`: matrices, or stacks of them as in experts, in a block. A block is a module with children that is an item
+      of a `ModuleList`, `ModuleDict` or `Sequential`; convolutions are excluded.
+    - `matrices`: all other parameters, such as output matrices and convolutions.
 
     Ranks:
-        Local. Sharding changes nothing: a sharded parameter has the shape of the whole.
+        Local. The same before and after sharding: a sharded parameter has its unsharded shape.
     """
     embeddings = {id(p) for module in model.modules() if isinstance(module, _EMBEDDINGS) for p in module.parameters()}
     kinds: dict[nn.Parameter, Kind] = {}
@@ -396,19 +398,19 @@ def _kind(module: nn.Module, parameter: nn.Parameter, in_block: bool) -> Kind:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Build the optimizer of `config`, with one parameter group per kind of parameter.
 
-    Each group says its `kind`: `matrices` (decayed), `vectors` and `embeddings` (not decayed, unless
-    `decay_everything`) and, with Muon, `blocks`: the matrices that Muon changes. All state is kept per parameter and
-    laid out like it, so that a `Checkpointer` restores it on any number of ranks.
+    Each group has a `kind`: `matrices` (decayed), `vectors` and `embeddings` (not decayed, unless
+    `decay_everything`) and, with Muon, `blocks`: the matrices that Muon updates. All state is kept per parameter and
+    sharded like it, so that a `Checkpointer` restores it on any number of ranks.
 
     Args:
-        model: Sharded and filled already. Frozen parameters are left out.
-        config: Which optimizer, and its settings.
+        model: Sharded and materialized. Frozen parameters are left out.
+        config: The optimizer and its settings.
 
     Raises:
-        ConfigError: A setting is out of range, nothing is to be trained, or there is nothing for Muon to change.
+        ConfigError: A setting is out of range, the model has no trainable parameters, or none for Muon.
 
     Ranks:
-        Local. Its `step` is collective for Muon, else local.
+        Local. The optimizer's `step` is collective for Muon, otherwise local.
     """
     check_ranges(config, "optimizer")
     reshard(model)
@@ -471,7 +473,7 @@ def _fused(optimizer: type[Optimizer], groups: list[dict[str, Any]], config: Opt
     """Return torch's `fused` argument; None: torch's default."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     is_possible = compat.has_fused_kernels(parameters)
-    if optimizer is torch.optim.SGD:  # its fused kernel does not know DTensors
+    if optimizer is torch.optim.SGD:  # its fused kernel does not support DTensors
         is_possible = is_possible and not any(isinstance(parameter, DTensor) for parameter in parameters)
     if config.fused is True and not is_possible:
         where = sorted({f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters})

@@ -56,7 +56,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 
 def weights_of(config: RunConfig) -> Path | None:
-    """The file or folder with the initial weights, a ConfigError if it does not exist; None: random initialisation."""
+    """The file or folder with the initial weights, a ConfigError if it does not exist; None: random initialization."""
     path = Path(config.model if config.weights == "auto" else config.weights)
     if config.weights == "auto":
         return path if path.is_dir() and any(next(path.glob(pattern), None) for pattern in _WEIGHTS) else None
@@ -120,9 +120,9 @@ def check_length(model: nn.Module, config: RunConfig) -> None:
 
 
 def plan_run(model: nn.Module, config: ShardConfig, mesh: DeviceMesh | MeshConfig) -> Plan:
-    """The plan of a run's model, which never computes in float16: the loop does not scale losses.
+    """Plan the sharding of a run's model without float16 compute, because the loop does not scale losses.
 
-    Where `auto` means float16 (GPUs without bfloat16), the run computes in the stored dtype.
+    On GPUs without bfloat16, where `auto` is float16, the run computes in the storage dtype.
     """
     made = plan(model, config, mesh=mesh)
     if made.grad_scaler and config.precision.param_dtype == "auto":
@@ -143,12 +143,12 @@ def prepare_blocks(
     """Apply activation checkpointing and compilation to the blocks of an unsharded model; `auto`: the fastest.
 
     Returns:
-        What is kept for backward, where memory decides about it.
+        The saved activations, if they adapt to memory.
     """
     adaptive, compiles = None, compat.can_compile(device) if config.compile == "auto" else config.compile
     refuse_budget(config.activations, compiles=compiles)
     if config.activations == "auto":
-        with suppress(ShardError):  # it has no blocks
+        with suppress(ShardError):  # the model has no blocks
             if device.type == "cuda":
                 adaptive = AdaptiveActivations(model, made)
     elif config.activations != "keep":
@@ -214,9 +214,9 @@ class Examined:
     """Results of `examine`; None for parts that could not be built."""
 
     config: RunConfig
-    """The run; with its folder, on rank 0."""
+    """The config of the run, on rank 0 with its folder."""
     model: nn.Module | None = None
-    """On meta."""
+    """The model on the meta device."""
     plan: Plan | None = None
     objective: Objective | None = None
     resumed: run_folder.CheckpointRef | None = None
@@ -234,9 +234,9 @@ def examine(
     starts: bool = False,
     is_first: bool = True,
 ) -> Examined:
-    """Check everything about a run except its data, before anything expensive; rank 0 checks its folder.
+    """Check everything about a run except its data before expensive work; rank 0 checks the run's folder.
 
-    No plan is made without a mesh. The folder is created if the run `starts`.
+    Without a mesh there is no plan. The folder is created if `starts` is True.
     """
     examined, attempt = Examined(config), problems.attempt
     attempt(lambda: check_ranges(config))
@@ -261,7 +261,7 @@ def load_run_model(config: RunConfig) -> nn.Module:
 
 
 def check_parallel(config: RunConfig, num_data_ranks: int) -> None:
-    """Raise unless sequences divide over the context axis, and rows over pipeline stages."""
+    """Raise unless sequences divide evenly over the context axis, and rows over pipeline stages."""
     mesh, shard_config = config.mesh, config.shard
     if mesh.context > 1:
         SequenceLayout(mesh.context, 0, shard_config.context.balanced).positions(config.data.sequence_length)
@@ -342,13 +342,13 @@ def _batch_notes(config: RunConfig, num_ranks: int) -> dict[str, list[str]]:
 class TrainingRun:
     """All parts of a run, ready for its next step: new, or resumed from a checkpoint.
 
-    All problems that can be found before the model is materialised are raised as one error, on every rank. Collective.
+    All problems found before the model is materialized are raised as one error, on every rank. Collective.
     """
 
     def __init__(self, config: RunConfig, progress: Progress, stack: ExitStack) -> None:
         self.config = config
         self.pipeline: Pipeline | None = None
-        """Where the model is divided into stages; `model` is this rank's."""
+        """The pipeline, if the model is split into stages; `model` is then this rank's part."""
         examined = self._validate(stack)
         self.num_params = sum(parameter.numel() for parameter in self.model.parameters())
         self.folder = Path(self.config.folder or "")
@@ -379,11 +379,11 @@ class TrainingRun:
         return self.objective(self.model, batch) if self.pipeline is None else self.pipeline.evaluate(batch)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside the block, the moving average replaces the weights, if there is one."""
+        """Replace the weights by the moving average inside the block, if there is one."""
         return self.ema.swap() if self.ema is not None else nullcontext()
 
     def _validate(self, stack: ExitStack) -> Examined:
-        """Join the process group, and check everything before anything expensive."""
+        """Join the process group, and check everything before expensive work."""
         config, problems = self.config, Problems()
         mesh = problems.attempt(lambda: meshes.init_distributed(config.mesh))
         self.rank = meshes.data_parallel_rank(mesh) if mesh is not None else 0
@@ -426,26 +426,26 @@ class TrainingRun:
         """Split the model into stages, using the first batch of the data."""
         batch = run_on_all(lambda: self.part_of(next(self.loader)))
         self.loader.skip(-1)
-        # Blocks are prepared already.
+        # `prepare_blocks` has done both.
         config = replace(self.config.shard, activations="keep", compile=False)
         return pipeline(self.model, config, mesh=self.mesh, loss=self.objective, example_inputs=batch)
 
     def _build(self, examined: Examined, stack: ExitStack) -> None:
-        """Shard and materialise the model, build its optimizer, and load the checkpoint to resume from."""
+        """Shard and materialize the model, build its optimizer, and load the checkpoint to resume from."""
         config, model, training, resumed = self.config, self.model, self.config.training, examined.resumed
         trainable_only = config.lora is not None  # frozen weights are not in a checkpoint
         self.checkpoints = run_folder.Checkpoints(self.folder, config.checkpoint, stack, trainable_only=trainable_only)
         assert examined.plan is not None
         activations = prepare_blocks(model, config.shard, examined.plan, self.device)
-        weights = weights_of(config) if resumed is None or trainable_only else None  # a checkpoint has its own
+        weights = weights_of(config) if resumed is None or trainable_only else None  # a checkpoint contains them
         if config.mesh.pipeline > 1:
             self.pipeline = self._open_pipeline()
             self.model = model = self.pipeline.model
         else:
-            prepared = replace(self.config.shard, activations="keep", compile=False)  # by prepare_blocks
+            prepared = replace(self.config.shard, activations="keep", compile=False)  # done by prepare_blocks
             shard(model, prepared, mesh=self.mesh, plan=examined.plan)
         for stage, part in enumerate([model]) if self.pipeline is None else self.pipeline.models:
-            # Initial weights do not depend on the number of ranks; those of pipeline stages differ.
+            # Initial weights do not depend on the number of data-parallel ranks; each pipeline stage draws its own.
             torch.manual_seed(config.seed + stage)
             materialize(part) if weights is None else load_weights(part, weights)
         self.optimizer = build_optimizer(model, config.optimizer)

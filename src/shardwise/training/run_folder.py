@@ -39,7 +39,7 @@ _PARENT = "runs"
 
 
 def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
-    """The config with its folder: the given one, one named after the launcher's job, or the next free name in `runs`.
+    """Return the config with its folder: the given one, one named after the launcher's job, or the next free in `runs`.
 
     Call it once, before the ranks start, so that a restart finds its checkpoints.
     """
@@ -59,7 +59,7 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
         folder = Path(_PARENT, f"{name}-{number}")
         try:
             if reserve:
-                folder.mkdir(parents=True)  # another run may be faster
+                folder.mkdir(parents=True)  # fails if another run made it meanwhile
             if reserve or not folder.exists():
                 return replace(config, folder=str(folder))
         except FileExistsError:
@@ -71,7 +71,7 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
 
 def remove_if_empty(config: RunConfig) -> None:
     """Remove the run's folder if nothing was ever written into it."""
-    with suppress(OSError):  # there is something in it, or it was never made
+    with suppress(OSError):  # not empty, or never created
         os.rmdir(config.folder or "")
 
 
@@ -86,11 +86,11 @@ def prepare_folder(folder: Path) -> None:
 
 
 def refuse_other_model(folder: Path, config: RunConfig) -> None:
-    """Raise a ConfigError if the folder's `config.yaml` names another model, other options of it or other adapters."""
+    """Raise a ConfigError if the folder's `config.yaml` has another model, other model options or other adapters."""
     try:
         theirs = _model_settings(yaml.safe_load((folder / CONFIG_NAME).read_text()))
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError):
-        return  # no run yet, or not our file; tensors are compared anyway
+        return  # no run yet, or not our file; loading compares the tensors
     ours = _model_settings(yaml.safe_load(to_yaml(config)))
     if theirs != ours:
         before, now = (
@@ -107,7 +107,7 @@ def refuse_other_model(folder: Path, config: RunConfig) -> None:
 
 
 def _model_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that define the meaning of the weights."""
+    """Return the settings that the weights depend on."""
     lora = {name: value for name, value in (settings.get("lora") or {}).items() if name != "dropout"}
     return {"model": settings["model"], "model_options": settings.get("model_options") or {}, "lora": lora}
 
@@ -139,7 +139,7 @@ class Training:
 
     model: str
     num_params: int
-    """Parameters of the whole model, tied ones once."""
+    """Number of parameters of the unsharded model; tied ones count once."""
     num_ranks: int
     steps: int
     """Steps done, including those before a resume."""
@@ -223,7 +223,7 @@ _METADATA, _METRIC = ".metadata", "metric"
 
 
 TrainState = dict[str, Any]
-"""Everything of a run that a checkpoint holds: `model`, `optimizers`, and further objects with `state_dict`."""
+"""The contents of a run's checkpoint: `model`, `optimizers`, and other objects with a `state_dict`."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -266,7 +266,7 @@ def _load_dcp(path: Path, model: nn.Module, optimizers: Optimizer, **objects: An
     stored: dict[str, Any] = {"model": weights, "optim": optim, "tensors": tensors, "plain": ""}
     try:
         dcp.load(stored, checkpoint_id=str(path))
-    except dcp.api.CheckpointException as error:  # no `Exception`
+    except dcp.api.CheckpointException as error:  # a BaseException
         raise CheckpointError(
             f"torch.distributed.checkpoint failed on ranks {sorted(error.failures)}",
             where=str(path),
@@ -312,7 +312,7 @@ class Checkpoints:
         """Load a checkpoint into the run.
 
         Raises:
-            CheckpointError: It is of another model or run, or damaged; the same on every rank.
+            CheckpointError: The checkpoint is of another model or run, or damaged; the same error on every rank.
         """
         if found.kind == "dcp":
             _load_dcp(found.path, **state)
@@ -356,7 +356,7 @@ class Checkpoints:
 
 
 def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
-    """The checkpoint that a run resumes from; `resume` is `auto`, `never`, or a checkpoint, a folder of them, a run."""
+    """Find the checkpoint to resume from; `resume` is `auto`, `never`, or the path of a checkpoint, run or folder."""
     own = find_checkpoints(checkpoints)
     if resume == "auto":
         return own[-1] if own else None
@@ -383,7 +383,7 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
 
 
 def refuse_other_weights(found: CheckpointRef, model: nn.Module) -> None:
-    """Raise a CheckpointError if a checkpoint is not of this model, by its index, before anything is built."""
+    """Raise a CheckpointError if the index of a checkpoint does not match the model, before the model is built."""
     contents = with_our_names(open_checkpoint(found.path))
     stored = {name.removeprefix(_MODEL): each for name, each in contents.tensors.items() if name.startswith(_MODEL)}
     is_partial = contents.details.get("trainable_only")

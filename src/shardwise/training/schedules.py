@@ -16,11 +16,11 @@ _WSD_PART = 5
 
 
 def learning_rate_factor(config: ScheduleConfig, total_steps: int, step: int) -> float:
-    """The factor of the peak learning rate in a step, from 0; steps after the last one keep its factor.
+    """Return the factor of the peak learning rate in a step, from 0; steps after the last one keep its factor.
 
-    In the warm-up it is `(step + 1) / (warmup_steps + 1)`, so that no step is wasted at 0 and step `warmup_steps` has
-    the peak. Then it falls, and reaches `final_ratio` in the last step. `wsd` stays at the peak until `decay_steps`
-    before the end and falls along a line.
+    During warm-up the factor is `(step + 1) / (warmup_steps + 1)`, so that no step has learning rate 0 and step
+    `warmup_steps` has the peak. Then it decays to `final_ratio` in the last step. `wsd` stays at the peak until
+    `decay_steps` before the end and then decays linearly.
     """
     step = min(step, total_steps - 1)
     if step < config.warmup_steps:
@@ -30,19 +30,19 @@ def learning_rate_factor(config: ScheduleConfig, total_steps: int, step: int) ->
     if config.name == "wsd":
         fifth = min(max(1, total_steps // _WSD_PART), max(0, total_steps - config.warmup_steps))
         decay = fifth if config.decay_steps is None else config.decay_steps
-        fallen = max(0, step - (total_steps - decay) + 1) / max(1, decay)
+        decayed = max(0, step - (total_steps - decay) + 1) / max(1, decay)
     else:
-        fallen = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
+        decayed = (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps)
     if config.name == "cosine":
-        fallen = (1 - math.cos(math.pi * fallen)) / 2
-    return 1.0 - fallen * (1.0 - config.final_ratio)
+        decayed = (1 - math.cos(math.pi * decayed)) / 2
+    return 1.0 - decayed * (1.0 - config.final_ratio)
 
 
 class Schedule:
     """Sets the learning rates of an optimizer's groups, each relative to its peak.
 
     Args:
-        optimizer: Its groups' `lr` are the peaks.
+        optimizer: The `lr` of its groups are the peaks.
         config: The schedule.
         total_steps: Steps of the whole run, including those before a resume.
 
@@ -84,7 +84,7 @@ class Schedule:
         self.apply()
 
     def apply(self) -> None:
-        """Set the learning rates of the next optimizer step, as after loading the optimizer."""
+        """Set the learning rates of the next optimizer step; call it after loading the optimizer."""
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * self.factor
 

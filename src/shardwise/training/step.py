@@ -21,7 +21,7 @@ from shardwise.sharding.inventory import local_tensor, sharded_axes
 from shardwise.sharding.registry import sharded_roots, sharded_state
 
 Spread = tuple[DeviceMesh | None, tuple[int, ...]]
-"""The mesh and the axes of it that a gradient is sharded over; (None, ()) where every rank holds all of it."""
+"""The mesh and its axes that a gradient is sharded over; (None, ()) if the gradient is not sharded."""
 
 
 def collect_gradients(
@@ -29,7 +29,7 @@ def collect_gradients(
 ) -> tuple[dict[Spread, list[torch.Tensor]], torch.dtype]:
     """Return this rank's part of each gradient by its sharded mesh axes, and the dtype for norms.
 
-    Keys, their order and the dtype, of at least 32 bits, come from the parameters: every rank finds the same.
+    Keys, their order and the dtype (of at least 32 bits) depend on the parameters only, so they are equal on all ranks.
     """
     given = _as_list(parameters)
     found: dict[Spread, list[torch.Tensor]] = {}
@@ -40,7 +40,7 @@ def collect_gradients(
         if parameter.grad is not None:
             grads.append(local_tensor(_laid_out_like(parameter, parameter.grad)))
     wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in given)
-    # Not in the order of the parameters, in which ranks may differ (a Python set): norms are summed one after another.
+    # Sorted: the parameters' order may differ between ranks (a Python set), and the norms are reduced one by one.
     return {key: found[key] for key in sorted(found, key=_mesh_key)}, torch.float64 if wide else torch.float32
 
 
@@ -61,7 +61,7 @@ def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor] | nn.Module) -> l
     if isinstance(parameters, nn.Module):
         reshard(parameters)
         parameters = parameters.parameters()
-    return list(dict.fromkeys(parameters))  # a tied parameter given twice is still one
+    return list(dict.fromkeys(parameters))  # a tied parameter counts once
 
 
 def _laid_out_like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def total_norm(
 
 
 def _norm(parameters: list[torch.Tensor], p: float) -> torch.Tensor:
-    """The p-norm of the gradients of these parameters and, where they are a stage of a pipeline, of all stages."""
+    """The p-norm of the gradients of these parameters, over all stages if they belong to a pipeline stage."""
     given = set(map(id, parameters))
     stages: dict[dist.ProcessGroup, set[int]] = {}
     for root in sharded_roots():
@@ -113,7 +113,7 @@ def _norm(parameters: list[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _power_sum(grads: list[torch.Tensor], p: float, like: torch.Tensor) -> torch.Tensor:
-    """Sum of |x|^p over this rank's values, or the largest |x|; NaN if there is one."""
+    """Sum of |x|^p over this rank's values, or the largest |x|; NaN if any value is NaN."""
     norms: list[torch.Tensor] = []
     for (_, dtype), alike in _by_device_and_dtype(grads).items():
         if dtype.is_complex:
@@ -129,7 +129,7 @@ def _reduce(power: torch.Tensor, group: dist.ProcessGroup, p: float) -> None:
     if not math.isinf(p):
         dist.all_reduce(power, group=group)
         return
-    # A maximum loses NaN on some backends; a second value carries it.
+    # Some backends ignore NaN in a maximum: send it as a second value.
     both = torch.stack([power.nan_to_num(0.0, math.inf), power.isnan().to(power)])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     power.copy_(torch.where(both[1] > 0, math.nan, both[0]))
@@ -140,7 +140,7 @@ def _by_device_and_dtype(
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel() > 0:  # an empty shard has no largest value
+        if tensor.numel() > 0:  # an empty shard has no maximum
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
 
@@ -161,19 +161,19 @@ _HAS_BATCH, _IS_EMPTY, _HAS_FAILED = 0, 1, 2
 def lockstep(loader: Iterable[Batch], *, group: dist.ProcessGroup | None = None) -> Iterator[Batch]:
     """Iterate over `loader` until the first rank runs out of data; ends on all ranks.
 
-    Each forward of a sharded model is a collective: a rank with one batch more than the others would wait.
-    What is left over on ranks with more batches is dropped. The loader is read one batch ahead, so that the
-    ranks' agreement on the next batch travels while they compute on this one.
+    Each forward of a sharded model is collective: a rank with more batches than the others would hang, so its
+    remaining batches are dropped. The loader is read one batch ahead, so that the all-reduce about the next
+    batch overlaps the computation on the current one.
 
     Args:
         loader: This rank's batches.
         group: The ranks that stop together; default: all.
 
     Raises:
-        Exception: What a loader raised; on the other ranks, an error that names the rank where it happened.
+        Exception: The loader's error; on the other ranks, an error that names the rank that failed.
 
     Ranks:
-        Collective. One all-reduce of a scalar per batch, through CPU memory where the backend can.
+        Collective. One all-reduce of a scalar per batch, in CPU memory if the backend supports it.
     """
     if not dist.is_initialized():
         yield from loader
@@ -200,7 +200,7 @@ def lockstep(loader: Iterable[Batch], *, group: dist.ProcessGroup | None = None)
         if (status := int(worst.item())) != _HAS_BATCH:
             break
         upcoming = fetch()
-        yield batch  # pyrefly: ignore[invalid-yield]  # every rank has one, so this one has
+        yield batch  # pyrefly: ignore[invalid-yield]  # all ranks have a batch
         del batch
     if status == _HAS_FAILED:
         raise_on_all_ranks(error, group=group)
@@ -215,8 +215,8 @@ def accumulate(
 ) -> Iterator[None]:
     """Accumulate gradients over micro-steps; forward and backward of one micro-step go inside.
 
-    After the last micro-step the gradients are the sum over micro-steps of the mean over ranks, whichever the
-    mode. Modes differ in when they communicate:
+    After the last micro-step the gradients are the sum over micro-steps of the mean over ranks, in every mode.
+    Modes differ in when they communicate:
 
     - `comm`: only on the last micro-step. Until then full, unreduced gradients stay in memory.
     - `memory`: on every micro-step, so that only sharded gradients are kept.
@@ -224,7 +224,7 @@ def accumulate(
       axis it is the same as `memory`.
 
     Args:
-        model: Any model; one that FSDP2 does not shard accumulates by itself, and nothing is done.
+        model: Any model; no effect without FSDP2, because plain modules accumulate gradients anyway.
         micro_step: From 0 to `num_micro_steps - 1`.
         num_micro_steps: Micro-steps in one optimizer step.
         mode: See above.
@@ -233,7 +233,7 @@ def accumulate(
         ConfigError: An argument is out of range.
 
     Ranks:
-        Local. The backward inside communicates, so every rank passes the same arguments.
+        Local. The backward inside communicates, so pass the same arguments on every rank.
     """
     _check_accumulation(micro_step, num_micro_steps, mode)
     is_last = micro_step == num_micro_steps - 1
@@ -253,19 +253,19 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm as one vector is at most `max_norm`.
 
-    A sharded gradient counts once however many replicas hold it. A plain tensor counts once too: it must hold
-    the same gradient on every rank, as shardwise's ignored parameters do. If the norm is not finite,
-    gradients are scaled to NaN or 0, as in torch: test the returned norm before you step.
+    A sharded gradient counts once, regardless of the number of replicas. A plain tensor counts once too: its
+    gradient must be the same on every rank, as it is for shardwise's ignored parameters. If the norm is not
+    finite, gradients are scaled to NaN or 0, as in torch: check the returned norm before `optimizer.step()`.
 
     Args:
-        parameters: One tensor, some, or a model. Give the model itself rather than `model.parameters()` if a
-            forward without gradients may have left its root gathered.
-        max_norm: The largest norm to leave.
+        parameters: One tensor, some, or a model. Pass the model rather than `model.parameters()` if a
+            forward without gradients may have left its root unsharded.
+        max_norm: Maximum norm after clipping.
         norm_type: The p of the p-norm; `math.inf` for the largest absolute value.
         error_if_nonfinite: Raise instead of scaling. Waits for the device.
 
     Returns:
-        The norm before clipping: a plain 0-d tensor, the same on every rank; float64 where a gradient is, else float32.
+        The norm before clipping: a plain 0-d tensor, the same on every rank; float64 if any gradient is, else float32.
 
     Raises:
         ConfigError: `norm_type` is not positive.
@@ -316,23 +316,23 @@ def scale_grads_(model: nn.Module, factor: torch.Tensor) -> None:
 def token_mean(
     loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, *, mesh: DeviceMesh | None = None
 ) -> torch.Tensor:
-    """Scale a summed loss so that training minimises the mean over all tokens of the global batch.
+    """Scale a summed loss so that training minimizes the mean over all tokens of the global batch.
 
-    FSDP2 averages gradients over ranks, which is wrong as soon as ranks or micro-steps hold different numbers
-    of tokens. The loss returned here is `loss_sum * num_ranks / (tokens of all ranks)`: after FSDP2's
-    average, and summed over micro-steps, every token counts the same.
+    FSDP2 averages gradients over ranks, which is wrong if ranks or micro-steps have different numbers of
+    tokens. The returned loss is `loss_sum * num_ranks / (tokens of all ranks)`: after FSDP2's average and the
+    sum over micro-steps, every token has the same weight.
 
-    Its value on one rank is therefore not the mean loss. `mean_over_ranks` of it, summed over the
-    micro-steps, is.
+    The returned value on one rank is therefore not the mean loss. To log the mean loss, pass the sum over the
+    micro-steps to `mean_over_ranks`.
 
     Args:
         loss_sum: This micro-step's loss, summed over this rank's tokens.
         num_tokens: This rank's tokens over *all* micro-steps of the step. A tensor on the loss's device
             avoids a copy.
-        mesh: The mesh the model is sharded over, of which data-parallel axes count; None: all ranks.
+        mesh: The mesh that the model is sharded over, whose data-parallel axes are used; None: all ranks.
 
     Returns:
-        What to call `backward()` on. With no tokens on any rank it is 0, not NaN.
+        The loss for `backward()`. If no rank has tokens, it is 0, not NaN.
 
     Raises:
         ConfigError: None of several mesh axes is known to be data parallel.
@@ -353,10 +353,10 @@ def token_mean(
 def mean_over_ranks(value: torch.Tensor, *, mesh: DeviceMesh | None = None) -> torch.Tensor:
     """Average a scalar over data-parallel ranks, for logging.
 
-    Of the losses that `token_mean` returned, summed over the micro-steps, it makes the true mean per token.
+    The average of `token_mean` losses, summed over the micro-steps, is the mean loss per token.
 
     Args:
-        value: The same shape on every rank; detached, and left as it is.
+        value: Has the same shape on every rank; not modified.
         mesh: As in `token_mean`.
 
     Raises:

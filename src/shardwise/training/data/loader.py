@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 _NUM_ROUNDS = 8  # small epochs need more rounds than large ones to reach all permutations
 _MASK = 0xFFFFFFFF
-_FACTOR = 0x45D9F3B  # odd, and small enough that 32 bits times it stay positive in 64
+_FACTOR = 0x45D9F3B  # odd; its product with any 32-bit number is positive in int64
 
 
 def shuffled(positions: Tensor, num_samples: int, *, seed: int, epoch: int) -> Tensor:
     """Return the samples at these positions of a shuffled epoch: a permutation of range(num_samples).
 
-    A keyed Feistel network permutes the numbers below a product that is hardly larger than `num_samples`; one that
-    lands beyond is sent through again until it lands within. So a permutation of 10^8 samples takes no memory, and is
-    the same on every rank.
+    A keyed Feistel network permutes a range that is slightly larger than `num_samples`; results outside the epoch are
+    permuted again until they are inside. So a permutation of 10^8 samples takes no memory, and is the same on every
+    rank.
     """
     num_low = math.isqrt(num_samples - 1) + 1
     num_high = -(-num_samples // num_low)
@@ -100,14 +100,14 @@ class Share:
 
 @dataclass(eq=False)
 class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
-    """Endless batches. From `open_data`.
+    """An endless iterator over batches, returned by `open_data`.
 
-    Global batch k is samples [k * batch_size, (k + 1) * batch_size) of all shuffled epochs in a row, and each
-    rank takes its contiguous part of it: the samples of a step do not depend on the number of ranks.
+    Global batch k is samples [k * batch_size, (k + 1) * batch_size) of the concatenated shuffled epochs, and each
+    rank takes a contiguous part of it: the samples of a step do not depend on the number of ranks.
 
-    An error of a worker is raised by the `next` that would have returned its batch, on this rank only: a loop on
-    several ranks passes it to `raise_on_all_ranks` (or iterates through `lockstep`) before the step's first collective.
-    The position has not moved then, and the next `next` tries the batch again.
+    An error of a worker is raised by the `next` that would have returned its batch, on this rank only: with several
+    ranks, pass it to `raise_on_all_ranks` (or iterate through `lockstep`) before the step's first collective. The
+    position is unchanged then, and calling `next` again retries the batch.
     """
 
     samples: Samples
@@ -117,13 +117,13 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Shuffling, workers and prefetching."""
     _: KW_ONLY
     num_samples: int
-    """Number of samples, from the first, in an epoch."""
+    """Number of samples in an epoch, counted from the first."""
     tokenizer: Tokenizer | None
     """Tokenizer of the data, if known."""
     seed: int
-    """Seed of the order."""
+    """Seed of the sample order."""
     fingerprint: Mapping[str, Any]
-    """Identity of the data, by setting; a state of other data is refused."""
+    """Identity of the data, by setting; a state of other data cannot be loaded."""
     _position: int = field(default=0, init=False)
     _wait_s: float = field(default=0.0, init=False)
     _batches: Generator[Batch, None, None] | None = field(default=None, init=False)
@@ -173,7 +173,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last batch before `state_dict`, on any number of ranks; refused for other data."""
+        """Continue after the last batch before `state_dict`, on any number of ranks; an error for other data."""
         now, then = _identity(self.state_dict()), _identity(state)
         raise_listed(
             [
@@ -203,7 +203,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._position, self._batches = position, None
 
     def _upcoming(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield position and samples of this rank for each following batch, computed in bulk."""
+        """Yield position and samples of this rank for each following batch, computed for many batches at once."""
         batch_size, shuffle = self.share.batch_size, self.config.shuffle
         own = self.share.of(batch_size)
         for first in itertools.count(self._position, _BLOCK_BATCHES * batch_size):
@@ -238,7 +238,7 @@ def prefetched(
     index = torch.accelerator.current_device_index() if device.type != "cpu" else 0
 
     def prepare() -> None:
-        """Pinning opens a context on the thread's current GPU: by default the first, for all ranks of a machine."""
+        """Select this rank's GPU: pinning opens a context on the thread's current GPU, by default the first."""
         if device.type != "cpu":
             torch.accelerator.set_device_index(index if device.index is None else device.index)
 
@@ -271,11 +271,11 @@ _AHEAD = 3
 
 @dataclass(eq=False)
 class Evaluation:
-    """One pass over samples, which can be repeated. From `open_evaluation`.
+    """One pass over the held-out samples, which can be repeated; returned by `open_evaluation`.
 
-    The last batch is filled up with rows whose labels are all ignored: no rank waits for another, and no sample
-    counts twice. Where batches have no labels, or labels of floating point, there is nothing to ignore; there the last
-    batch is smaller, and the fewer than `num_ranks` samples that would be left of it are left out.
+    The last batch is padded with rows whose labels are all ignored, so that every rank has the same number of rows and
+    no sample counts twice. Without labels, or with floating-point labels, rows cannot be ignored: the last batch is
+    smaller, and up to `num_ranks - 1` samples at the end are left out.
     """
 
     samples: Samples
@@ -289,12 +289,12 @@ class Evaluation:
     def __post_init__(self) -> None:
         self.num_samples = self.samples.num_samples - self.first
         labels = self.samples.batch(torch.tensor([self.first])).get("labels")
-        self._is_labelled = labels is not None and not labels.is_floating_point()
+        self._has_labels = labels is not None and not labels.is_floating_point()
 
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
         whole, rest = divmod(self.num_samples, self.share.batch_size)
-        return whole + (rest >= (1 if self._is_labelled else self.share.num_ranks))
+        return whole + (rest >= (1 if self._has_labels else self.share.num_ranks))
 
     def __iter__(self) -> Iterator[Batch]:
         return prefetched(self._make, range(len(self)), self.workers, _AHEAD, self.share.device)
@@ -302,11 +302,11 @@ class Evaluation:
     def _make(self, number: int) -> Batch:
         begin = self.first + number * self.share.batch_size
         num_rows = min(self.share.batch_size, self.samples.num_samples - begin)
-        rows = self.share.of(self.share.batch_size if self._is_labelled else num_rows)
+        rows = self.share.of(self.share.batch_size if self._has_labels else num_rows)
         filler = rows >= num_rows
         batch = self.samples.batch((rows + begin).masked_fill(filler, begin))
         if bool(filler.any()):
-            # Not in place: labels may lie in the same memory as the tokens.
+            # Not in place: labels may share memory with the tokens.
             labels = batch["labels"]
             batch["labels"] = labels.masked_fill(filler.view(-1, *[1] * (labels.ndim - 1)), IGNORED)
         return batch
@@ -325,29 +325,29 @@ def open_data(
 ) -> Loader:
     """Open the training data.
 
-    Text, JSONL and datasets are tokenised here, once, into a compact array on every rank; files of tokens are mapped
-    and not read. For more than a few GB of text they are the better source.
+    Text, JSONL and datasets are tokenized here, once, into a compact array on every rank; token files are memory-mapped
+    instead. For more than a few GB of text, use token files.
 
     Args:
         config: The data.
         batch_size: Rows of a global batch.
         rank: Data-parallel rank of this process.
         num_ranks: Number of data-parallel ranks.
-        seed: Of the order.
+        seed: Seed of the sample order.
         vocab_size: Vocabulary size of the model; None: not checked.
         device: Device of the batches.
-        progress: Receives each file that is tokenised.
+        progress: Receives each tokenized file.
 
     Raises:
         ConfigError: The data is missing, empty, unreadable, too short, or does not fit the model or the ranks.
-        EnvironmentProblem: It needs a library that is not installed.
+        EnvironmentProblem: The data needs a library that is not installed.
 
     Ranks:
-        Local. Errors of files that only one machine has are raised there only: see `raise_on_all_ranks`.
+        Local. An error about files of one machine is raised on its ranks only: see `raise_on_all_ranks`.
     """
     check_ranges(config, "data")
     samples, tokenizer, identity = open_samples(config, config.source, "data.source", vocab_size, progress)
-    check_batch(batch_size, num_ranks)  # after problems of the data, which a run reports beside it
+    check_batch(batch_size, num_ranks)  # after the data: a run reports problems of both
     num_samples = samples.num_samples - _num_held_out(config, samples)
     share = Share(batch_size=batch_size, rank=rank, num_ranks=num_ranks, device=device)
     fingerprint = identity | {"num_samples": num_samples}
@@ -361,8 +361,7 @@ def open_evaluation(
 ) -> Evaluation | None:
     """Open the held-out data, if there is any: `data.evaluation`, or the last part of the source.
 
-    The other arguments, and the errors, are those of `open_data`; with `training`, which that returned, the source is
-    not opened twice.
+    Other arguments and errors are as in `open_data`. Pass its loader as `training` to avoid opening the source twice.
     """
     check_ranges(config, "data")
     check_batch(share["batch_size"], share["num_ranks"])

@@ -70,7 +70,7 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield the documents of JSONL files, of saved datasets, or of a callable's `items`, in order.
 
-    Those that cannot be read are added to `problems`, each with its place.
+    Unreadable documents are added to `problems`, each with its place.
     """
     for place, record in _lines(source.files) if source.format == "jsonl" else _items(source, items):
         try:
@@ -80,7 +80,7 @@ def read_documents(
 
 
 def _lines(files: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """`file:line`, as an editor counts, and every line that is not blank."""
+    """Yield `file:line`, counted as in an editor, and each line that is not blank."""
     for file in files:
         with file.open("rb") as opened:
             yield from ((f"{file}:{number}", line) for number, line in enumerate(opened, 1) if line.strip())
@@ -125,7 +125,7 @@ def _text(record: Mapping[str, Any], name: str) -> str:
 
 
 def _clean(text: str) -> str:
-    r"""JSON can spell half of a surrogate pair ("\ud83d"), which no UTF-8 can."""
+    r"""Replace lone surrogates, which JSON can encode ("\ud83d") but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -248,7 +248,7 @@ _CHUNK_DOCUMENTS = 1 << 16
 
 
 def cut_anywhere(stream: TokenStream, length: int) -> tuple[Rows, int]:
-    """Row i is the i-th run of `length` tokens; its last label is the first token of the next row.
+    """Row i is the i-th `length` tokens of the stream; its last label is the first token of the next row.
 
     Documents continue in the next row; only the last few tokens are dropped.
     """
@@ -270,7 +270,7 @@ def whole_documents(stream: TokenStream, length: int) -> tuple[Rows, int]:
     for start, end, num_prompt in zip(*map(_numbers, (stream.starts, ends, stream.prompt_lengths)), strict=True):
         size = min(end - start, length + 1)
         if num_prompt >= size:
-            room = 0  # no label would be left; rows do not cross it
+            room = 0  # dropped: it has no labels; rows do not span it
         elif size <= room:
             used[-1] += size
             room -= size
@@ -324,7 +324,7 @@ def find_starts(stream: TokenStream) -> Tensor:
 
 
 def _numbers(values: Tensor) -> Iterator[int]:
-    """The values, converted in chunks: Python integers take much memory."""
+    """Yield the values as Python integers, converted in chunks to limit memory."""
     return (number for part in values.split(_CHUNK_DOCUMENTS) for number in part.tolist())
 
 
@@ -340,10 +340,10 @@ _WINDOW_TOKENS = 1 << 16
 def open_token_files(
     files: Sequence[Path], dtype_name: str, tokenizer: Tokenizer, vocab_size: int | None
 ) -> tuple[TokenStream, Tokenizer | None]:
-    """Map files of plain token ids, in this machine's byte order, one after the other; with the tokenizer, if it fits.
+    """Memory-map files of token ids (native byte order) as one stream; also return the tokenizer, if it fits.
 
-    Of large files only parts are checked here; `StreamSamples` checks what it hands out. (`bytes` is what a config says
-    that says nothing; tokens beyond it were made by another, and then nothing is known of where documents end.)
+    Of large files only some windows are checked here; `StreamSamples` checks each batch. `bytes` is the default
+    tokenizer: if the data has larger tokens, its tokenizer and end-of-document token are unknown.
     """
     dtype = getattr(torch, dtype_name)
     sizes = {file: file.stat().st_size for file in files}
@@ -359,7 +359,7 @@ def open_token_files(
         if size
     ]
     stream = TokenStream(segments, starts=None, end_id=tokenizer.end_id)
-    most = -1  # in windows spread over the stream; in all of a small one
+    most = -1  # largest token of the checked windows, which cover all of a small stream
     where = f"{files[0]}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
     for first in range(0, stream.num_tokens, max(_WINDOW_TOKENS, stream.num_tokens // _NUM_WINDOWS)):
         window = stream.stored_tokens(first, _WINDOW_TOKENS)
@@ -391,7 +391,7 @@ class Spool:
         self._starts, self._prompt_lengths = array("q"), array("q")
 
     def add_files(self, files: Sequence[Path], progress: Progress) -> None:
-        """Each file is a document; a ConfigError lists those that are not text."""
+        """Add each file as a document; a ConfigError lists the files that are not text."""
         problems = []
         for file in files:
             try:
@@ -407,14 +407,14 @@ class Spool:
         )
 
     def add_documents(self, documents: Iterator[Document]) -> None:
-        """Add those that have a text beside their prompt."""
+        """Add the documents whose text, apart from the prompt, is not empty."""
         while batch := list(islice(documents, _NUM_TOGETHER)):
             for prompt, text in sampling.encode_documents(self._tokenizer, batch):
                 if text:
                     self._add([prompt, text], len(prompt))
 
     def stream(self) -> TokenStream:
-        """The stream of everything that was added."""
+        """The stream of all added documents."""
         prompt_lengths = _tensor(self._prompt_lengths)
         return TokenStream(
             [_tensor(self._tokens)],
@@ -433,7 +433,7 @@ class Spool:
 
     def _token_chunks(self, file: Path) -> Iterator[Sequence[int]]:
         """Yield the tokens of a text that may be larger than memory, split at line ends if possible."""
-        if isinstance(self._tokenizer, Bytes):  # any text, whatever its encoding
+        if isinstance(self._tokenizer, Bytes):  # any encoding
             with file.open("rb") as raw:
                 yield from iter(lambda: raw.read(_PIECE_CHARS), b"")
             return
@@ -449,7 +449,7 @@ class Spool:
         self._prompt_lengths.append(prompt_length)
         end = [] if self._tokenizer.end_id is None else [[self._tokenizer.end_id]]
         for tokens in chain(parts, end):
-            if isinstance(tokens, bytes):  # a codec makes 16 bits of each byte, far faster than a loop
+            if isinstance(tokens, bytes):  # a codec widens bytes to 16 bits, far faster than a loop
                 self._tokens.frombytes(tokens.decode("latin-1").encode(f"utf-16-{sys.byteorder[0]}e"))
             else:
                 self._tokens.extend(tokens)
@@ -462,9 +462,9 @@ def open_samples(
     vocab_size: int | None,
     progress: Progress | None = None,
 ) -> tuple[Samples, Tokenizer | None, dict[str, Any]]:
-    """Find, read and number the samples of `names`, the value of the setting `where`.
+    """Open the samples of the sources `names`, the value of the setting `where`.
 
-    With them come the tokenizer that made the tokens, where it is known, and the identity of the data, by setting.
+    Also returns the tokenizer of the tokens, if known, and the identity of the data, by setting.
     """
     sources = find_sources(names, config.format, where=where)
     tokenizer = open_tokenizer(config.tokenizer)
@@ -525,7 +525,7 @@ def _stream_samples(config: DataConfig, stream: TokenStream, vocab_size: int | N
 
 
 def _call(name: str, config: DataConfig) -> Records:
-    """Return the items of the user's callable, which need a length and indices."""
+    """Return the items of the user's callable, which must support `len` and indexing."""
     items = find_callable(name)(config)
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
         raise ConfigError(

@@ -27,7 +27,7 @@ class Document:
 
 
 Records = Any
-"""Anything with a length and items; an item is a text or a mapping with one."""
+"""Any object with a length and indexing; an item is a text or a mapping with one."""
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class TokenStream:
     starts: Tensor | None
     """int64, first token of each document, in order; None: documents begin after each `end_id`."""
     end_id: int | None
-    """The token that ends a document."""
+    """The end-of-document token."""
     prompt_lengths: Tensor | None = None
     """Number of prompt tokens of each document, which are excluded from the loss; None: no prompts."""
 
@@ -51,7 +51,7 @@ class TokenStream:
     def window(self, firsts: Tensor, length: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return rows of tokens that begin at `firsts`, and masks of document starts and of prompt tokens.
 
-        Beyond the end of the stream they hold zeros.
+        Positions beyond the end of the stream are zeros.
         """
         tokens = torch.stack([self._token_range(first, length) for first in firsts.tolist()]).to(torch.int64)
         if self.starts is None:
@@ -87,12 +87,12 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 
 
 class Bytes:
-    """Each byte of UTF-8 is a token, and 256 ends a document."""
+    """Tokenizer whose tokens are UTF-8 bytes; 256 is the end-of-document token."""
 
     vocab_size = 257
     """Upper bound of the ids."""
     end_id = 256
-    """The token that ends a document; None if there is none."""
+    """The end-of-document token; None if there is none."""
     fingerprint = "bytes"
     """Identifies the tokenizer."""
 
@@ -101,7 +101,7 @@ class Bytes:
         return list(text.encode())
 
     def encode_all(self, texts: Sequence[str], *, starts: bool = True) -> Iterable[Sequence[int]]:
-        """Tokens of many texts. Without `starts` they continue other texts: no begin tokens."""
+        """Tokens of many texts. Without `starts` the texts continue others and get no begin tokens."""
         return (text.encode(errors="surrogatepass") for text in texts)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -110,7 +110,7 @@ class Bytes:
 
 
 class TokenizerFile:
-    """A `tokenizer.json` of the tokenizers library: the file, or its folder."""
+    """Tokenizer from a `tokenizer.json` of the tokenizers library, given as the file or its folder."""
 
     def __init__(self, path: str | Path) -> None:
         file = Path(path)
@@ -168,7 +168,7 @@ Tokenizer = Bytes | TokenizerFile
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, a `tokenizer.json`, or the folder of one."""
+    """Open the tokenizer `bytes`, a `tokenizer.json`, or the folder of one."""
     return Bytes() if name == "bytes" else TokenizerFile(name)
 
 
@@ -189,7 +189,7 @@ def _end_id(folder: Path, vocab: dict[str, int]) -> int | None:
         token = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError):
         token = None
-    if isinstance(token, dict):  # older files describe it
+    if isinstance(token, dict):  # older files have a mapping here
         token = token.get("content")
     names = [token, *_END_NAMES] if isinstance(token, str) else list(_END_NAMES)
     return next((vocab[name] for name in names if name in vocab), None)
@@ -204,7 +204,7 @@ Rows = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass(eq=False)
 class StreamSamples:
-    """Samples cut from a stream."""
+    """Samples that are ranges of a token stream."""
 
     stream: TokenStream
     """The tokens."""
@@ -213,11 +213,11 @@ class StreamSamples:
     num_samples: int
     _: KW_ONLY
     length: int
-    """Tokens of a sequence; a row of the stream has one more, the last label."""
+    """Number of tokens in a sequence; a row of the stream has one more, the last label."""
     apart: bool
     """Mask attention between the documents of a row: batches get `document_ids` and `position_ids`."""
     vocab_size: int | None = None
-    """Refuse larger tokens; None: already checked."""
+    """Raise for larger tokens; None: already checked."""
 
     def __post_init__(self) -> None:
         self._columns = torch.arange(self.length + 1)
@@ -225,24 +225,24 @@ class StreamSamples:
     def batch(self, indices: Tensor) -> Batch:
         """These samples as rows."""
         firsts, lengths = self.rows(indices)
-        tokens, is_start, unlearnt = self.stream.window(firsts, self.length + 1)
+        tokens, is_start, ignored = self.stream.window(firsts, self.length + 1)
         if lengths is not None:
             beyond = self._columns >= lengths[:, None]
             tokens.masked_fill_(beyond, self.stream.end_id or 0)
-            unlearnt = _either(unlearnt, beyond)
-            # Padding is a document of its own, so that nothing attends to it.
+            ignored = _either(ignored, beyond)
+            # Padding is a separate document, so that no token attends to it.
             border = self._columns == lengths[:, None]
             is_start = border if is_start is None else (is_start & ~beyond) | border
         if self.vocab_size is not None:
             check_tokens(tokens, self.vocab_size, f"a batch with sample {int(indices[0])}")
         # The first token of a document cannot be predicted from the one before it.
-        unlearnt = _either(unlearnt, is_start)
-        labels = tokens[:, 1:] if unlearnt is None else tokens[:, 1:].masked_fill(unlearnt[:, 1:], IGNORED)
+        ignored = _either(ignored, is_start)
+        labels = tokens[:, 1:] if ignored is None else tokens[:, 1:].masked_fill(ignored[:, 1:], IGNORED)
         batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": labels.contiguous()}
         return batch | self._places(len(indices), is_start) if self.apart else batch
 
     def _places(self, num_rows: int, is_start: Tensor | None) -> Batch:
-        """Document and position in it of every token; both count from 0 in each row."""
+        """Document index of every token and its position in the document; both count from 0 in each row."""
         columns = self._columns[:-1]
         if is_start is None:
             documents = torch.zeros(num_rows, len(columns), dtype=torch.int32)
@@ -263,7 +263,7 @@ def encode_documents(
 
 
 class ReadySamples:
-    """Items of a `module:callable`: mappings of tensors, collated row by row, or by its `collate(items)`."""
+    """Items of a `module:callable`: mappings of tensors, stacked, or collated by its `collate(items)`."""
 
     def __init__(self, items: Records, name: str, vocab_size: int | None) -> None:
         self.num_samples = len(items)
