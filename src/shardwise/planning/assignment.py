@@ -24,7 +24,7 @@ class Tensor:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The object that stays when the others are replaced by it."""
+        """The object that replaces the others."""
         return self.parameters[0]
 
 
@@ -59,7 +59,7 @@ def _view_key(parameter: nn.Parameter) -> object:
 
 
 def _has_storage(parameter: torch.Tensor) -> bool:
-    # Subclasses (quantised tensors, DTensors) keep their data in inner tensors.
+    # Subclasses (quantized tensors, DTensors) keep their data in inner tensors.
     return type(parameter) in (nn.Parameter, torch.Tensor)
 
 
@@ -96,9 +96,9 @@ class Assignment:
 
 
 def assign(tree: Tree, candidates: list[GroupCandidate], calls: Calls, names: dict[int, tuple[str, ...]]) -> Assignment:
-    """Assign each parameter to the innermost candidate with all its owners, or to the root's.
+    """Assign each parameter to the innermost candidate that contains all its owners, or else to the root's.
 
-    Ties across candidates get a candidate of their own.
+    A tie across candidates becomes a candidate of its own.
 
     Raises:
         PlanError: A tie crosses two groups that the user named.
@@ -129,14 +129,14 @@ def assign(tree: Tree, candidates: list[GroupCandidate], calls: Calls, names: di
 
 
 def _homes(nodes: list[Node], candidates: list[GroupCandidate]) -> list[GroupCandidate | None]:
-    """The innermost candidate around each node, each once; None stands for the root."""
+    """Return the distinct innermost candidates around the nodes; None is the root."""
     grouped = by_node(candidates)
     homes = [next((grouped[up] for up in node.upwards if up in grouped), None) for node in nodes]
     return list({id(home): home for home in homes}.values())
 
 
 def _shared_modules(tree: Tree, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
-    """A module object held by several groups is a group itself: each would shard it again otherwise."""
+    """Return a candidate for each module object that several groups share; otherwise each group would shard it."""
     shared: list[GroupCandidate] = []
     grouped = by_node(candidates)
     for node in tree.root.walk():
@@ -164,7 +164,7 @@ def _tie_candidate(
 ) -> GroupCandidate | None:
     """Return one candidate of all the tensor's modules, or None if they cannot be unsharded in one group."""
     nodes = list(owners[key])
-    while True:  # a holder's other parameters may be tied further
+    while True:  # other parameters of an owner may be tied to further modules
         more = [node for mine in nodes for other in mine.keys for node in owners[other]]
         fresh = [node for node in more if not any(mine.contains(node) for mine in nodes)]
         if not fresh:
@@ -175,7 +175,7 @@ def _tie_candidate(
         node.contains(mine) and mine is not node
         for node in nodes
         for mine, candidate in by_node(candidates).items()
-        if candidate.kind != "leaf"  # a leaf inside is simply taken over
+        if candidate.kind != "leaf"  # the tie absorbs leaves inside its modules
     )
     if holds_others or any(not node.fqn or not node.has_forward for node in nodes):
         return None
@@ -186,7 +186,7 @@ def _tie_candidate(
 
 
 def _children_first(candidates: list[GroupCandidate], tree: Tree) -> list[GroupCandidate]:
-    """Tree order, except that a candidate inside another comes before it."""
+    """Sort candidates in tree order, but each before the candidate around it."""
     position = {id(node): index for index, node in enumerate(tree.root.walk())}
     ordered = sorted(candidates, key=lambda candidate: min(position[id(node)] for node in candidate.nodes))
     result: list[GroupCandidate] = []
@@ -210,7 +210,7 @@ _PER_GROUP = ("param_dtype", "reduce_dtype", "output_dtype", "cast_inputs", "res
 def split_by_override(
     tree: Tree, candidates: list[GroupCandidate], overrides: tuple[GroupOverride, ...], calls: Calls
 ) -> list[GroupCandidate]:
-    """Return modules inside a group that an override splits off, as separate groups, one per enclosing group.
+    """Return candidates for the modules that overrides split off, one per enclosing group.
 
     Raises:
         PlanError: A pattern matches no module.
@@ -236,10 +236,10 @@ def split_by_override(
 def storage_splits(
     assignment: Assignment, tree: Tree, dtype_of: dict[int, str], trainable: set[int], calls: Calls
 ) -> tuple[list[GroupCandidate], dict[int, str]]:
-    """Candidates for the minority dtypes of groups that mix trainable dtypes, and parameters to replicate instead.
+    """Return candidates for the minority dtypes of groups with mixed trainable dtypes, and the parameters to replicate.
 
     FSDP2 reduces a group's gradients in one buffer of one dtype, so trainable parameters of two dtypes cannot share
-    a group. Frozen ones may, and complex ones where torch can divide the group of a module.
+    a group. Frozen parameters can, and complex ones if torch can divide the group of a module.
     """
     owners = tree.owners()
     candidates: list[GroupCandidate] = []
@@ -274,7 +274,7 @@ def _is_pure(node: Node, dtype: str, modules: tuple[Node, ...], mixed: list[int]
 
 
 def _atom_around(node: Node) -> Node:
-    """The outermost atom a node belongs to: children of an atom are not called by themselves."""
+    """Return the outermost atom around a node: children of an atom are not called on their own."""
     return next((up for up in reversed([*node.upwards]) if up.is_atom), node)
 
 
@@ -283,5 +283,5 @@ def _maximal(nodes: list[Node]) -> list[Node]:
 
 
 def _candidate(nodes: list[Node], kind: Kind, reason: str, calls: Calls) -> GroupCandidate:
-    """A candidate that is kept unsharded when its own hooks cannot be relied on."""
+    """Return a candidate, kept unsharded if its hooks are not certain to run."""
     return GroupCandidate(tuple(nodes), kind, reason, kept_unsharded=bool(why_kept_unsharded(tuple(nodes), calls)))

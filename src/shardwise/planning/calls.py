@@ -12,7 +12,7 @@ _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called at all."""
+    """Whether the module has a forward."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
@@ -32,7 +32,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def callable_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children that can be called, by name; of a list or dictionary, its elements."""
+    """The children with a forward, by name; a list or dictionary is replaced by its elements."""
     for name, child in module.named_children():
         if has_forward(child):
             yield prefix + name, child
@@ -66,15 +66,15 @@ class Places:
         return self.names[id(module)][0]
 
     def has_parameter(self, parameter: object) -> bool:
-        """Whether this very object is a parameter of the model."""
+        """Whether this object is a parameter of the model."""
         return id(parameter) in self._parameter_names
 
     def parameter_name(self, parameter: nn.Parameter) -> str:
-        """The first name of a parameter; the others are its ties."""
+        """The first name of a parameter; its other names are ties."""
         return self._parameter_names[id(parameter)]
 
     def owners(self, parameter: nn.Parameter) -> list[nn.Module]:
-        """The modules whose call makes the parameter available, one for each place it is registered."""
+        """The modules whose call unshards the parameter, one per registration."""
         return self._owners[id(parameter)]
 
     def user_of(self, name: str) -> nn.Module:
@@ -88,7 +88,7 @@ class Places:
 
     @cached_property
     def internal(self) -> frozenset[int]:
-        """Identities of modules inside an opaque or parametrised one."""
+        """Identities of modules inside an opaque or parametrized one."""
         return frozenset(
             id(module)
             for name, module in self.modules.items()
@@ -124,12 +124,12 @@ class Places:
 
 
 def is_within(name: str, outer: str) -> bool:
-    """Whether `name` is the module `outer` or in it; everything is in the root."""
+    """Whether module `name` is `outer` or a descendant of it; the root contains every module."""
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
 def enclosing(name: str) -> Iterator[str]:
-    """The names around `name`, innermost first, the root last."""
+    """Names of the modules around `name`, innermost first, the root last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -147,7 +147,7 @@ class Use(NamedTuple):
     """A module or parameter, by its first name, that the code of the last module in `chain` uses."""
 
     kind: UseKind
-    """A module's call or other method; a parameter that the code computes with or returns to its caller."""
+    """Call of a module or another method; computation with a parameter, or its return to the caller."""
     chain: tuple[str, ...]
     """The modules whose code is running, the innermost last."""
     target: str
@@ -171,37 +171,37 @@ class Calls:
     called: Names = frozenset()
     """Modules entered through `module(...)`, where FSDP2's hooks sit."""
     assumed: Names = frozenset()
-    """Part of `called`: nothing that was read calls or uses them, so a script may call them."""
+    """Subset of `called` without any known call or use; a script may call these modules."""
     conditional: Names = frozenset()
     """Modules whose execution depends on the data: an expert selected by a router, and modules that only it calls."""
     bypassed: NamesBy = field(default_factory=dict)
     """Module with a forward → its descendants entered by code that runs outside it."""
     methods: NamesBy = field(default_factory=dict)
-    """Module → methods other than `__call__` that other modules enter it by, if they compute anything."""
+    """Module → methods other than `__call__` that compute and that other modules call."""
     foreign_reads: NamesBy = field(default_factory=dict)
     """Parameter → modules whose code computes with it while its owner is not entered."""
     repeated: Names = frozenset()
     """Modules called more than once a pass."""
     roots: tuple[str, ...] = ("",)
-    """Modules that a script calls: the root, or where that is a container without code, the networks in it."""
+    """Modules that a script calls: the root, or the networks in it if the root is a container without a forward."""
     public_methods: tuple[str, ...] = ()
-    """Methods of the root that compute, and that a script may call in place of the root's forward."""
+    """Methods of the root that compute and that a script may call instead of its forward."""
     unreadable: tuple[str, ...] = ()
     """Classes whose code could not be followed; their children count as called."""
     notes: tuple[str, ...] = ()
     """Notes for the plan about the origin of these facts."""
     complete: bool = True
-    """False when tracing had to stop: the facts are then only those seen before."""
+    """False if tracing stopped early; the facts then cover only the calls before that point."""
 
     def is_known(self, name: str) -> bool:
-        """Whether the way module `name` is entered was really found, not assumed."""
+        """Whether the calls of module `name` were found, not assumed."""
         return self.complete and not self.unreadable and name not in self.assumed
 
 
 def collect_uses(places: Places, uses: Iterable[tuple[Use, bool]], start: Calls, **more: Any) -> Calls:
-    """What is known already, these uses, and more fields of `Calls`.
+    """Return `start` extended by these uses and by more fields of `Calls`.
 
-    With each use comes whether it counts that modules around its target are not entered.
+    The flag of each use says whether modules around its target that are not entered count as bypassed.
     """
     called = set(start.called)
     bypassed, methods, reads = (

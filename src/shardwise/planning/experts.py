@@ -1,13 +1,13 @@
 """Expert modules, and whether the expert axis of the mesh can split them.
 
-A module can be divided if it has the interface of transformers' experts (from transformers 5):
+A module can be split if it has the interface of transformers' experts (from transformers 5):
 
-- `num_experts`, an int, which its forward reads when it runs;
-- parameters of its own that are stacks, with an expert for each element of dimension 0;
+- `num_experts`, an int that forward reads;
+- its own parameters are stacked over experts on dimension 0;
 - `forward(hidden_states, top_k_index, top_k_weights)`, of shapes (tokens, width), (tokens, k) and (tokens, k), which
-  works on each (token, expert) pair alone and returns for each token the weighted sum over its experts.
+  processes each (token, expert) pair independently and returns the weighted sum over experts for each token.
 
-It is found by the names of these arguments, or named in `expert.modules`.
+Such modules are recognized by the names of these arguments, or listed in `expert.modules`.
 """
 
 import inspect
@@ -31,10 +31,10 @@ _PAGE = "docs/composition.md, expert parallelism"
 def find_experts(
     tree: Tree, calls: Calls, patterns: tuple[str, ...], num_ranks: int
 ) -> tuple[list[GroupCandidate], list[ParallelModule]]:
-    """The modules that `num_ranks` ranks divide, each a group of its own; and these with those left as they are.
+    """Return one group candidate per module to split over `num_ranks` ranks, and entries for split and unsplit modules.
 
     Raises:
-        PlanError: A named one cannot be divided, or the number of experts does not divide.
+        PlanError: A module in `expert.modules` cannot be split, or `num_ranks` does not divide the number of experts.
     """
     named = _named(tree, patterns)
     candidates, entries = [], []
@@ -53,7 +53,7 @@ def find_experts(
         num_experts = num_experts_of(node)
         how = f"{num_experts // num_ranks} of {num_experts} experts on each rank"
         entries.append(ParallelModule(fqn=node.fqn, how=how, reason="tokens go to their experts by all-to-all"))
-        # A group before that of the experts, which would take it. Ranks may run it a different number of times.
+        # Placed before the group of the experts, which would include it. Ranks may call it a different number of times.
         inside = "inside experts, but not divided"
         parts = [child for child in node.children if child.keys]
         candidates += [GroupCandidate((part,), "part", inside, kept_unsharded=True) for part in parts]
@@ -74,7 +74,7 @@ def _named(tree: Tree, patterns: tuple[str, ...]) -> list[Node]:
 
 
 def looks_like_experts(node: Node) -> bool:
-    """Whether its forward has the arguments, or it is a list of modules that is called experts."""
+    """Whether its forward has these arguments, or it is a list of modules of one class with `expert` in its name."""
     if isinstance(node.module, nn.ModuleList):
         return "expert" in node.fqn.rpartition(".")[2] and len({type(child.module) for child in node.children}) == 1
     return _arguments(node.module)[:3] in _ARGUMENTS
@@ -88,7 +88,7 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 
 def num_experts_of(node: Node) -> int:
-    """Number of experts of a module that can be divided."""
+    """Number of experts of a module that can be split."""
     return int(getattr(node.module, "num_experts", 0))
 
 
@@ -129,10 +129,10 @@ def why_not_divided(node: Node, tree: Tree, calls: Calls) -> str:
 
 
 def refuse_without_experts(plan: Plan) -> None:
-    """Raise where the mesh has an expert axis and no module is divided over it.
+    """Raise if the mesh has an expert axis but no module is split over it.
 
     Raises:
-        PlanError: With the reason why the first module that looks like experts is not.
+        PlanError: With the reason for the first module that looks like experts.
     """
     if (num_ranks := dict(plan.axes).get("expert", 1)) == 1 or any(module.how for module in plan.expert_parallel):
         return

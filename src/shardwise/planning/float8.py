@@ -15,9 +15,9 @@ from shardwise.planning.regions import called_linears
 FLOAT8_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8 matrix products: Ada and Hopper."""
 MULTIPLE = 16
-"""Sizes of a float8 matrix product are multiples of this."""
+"""Required divisor of the sizes of a float8 matrix product."""
 GATHERED = " with float8 all-gather"
-"""Ends the recipe of a module whose weight is all-gathered in float8."""
+"""Suffix of the recipe of a module whose weight is all-gathered in float8."""
 
 
 def choose_float8(
@@ -33,12 +33,12 @@ def choose_float8(
 
     Args:
         model: Any module.
-        config: What the user asked for.
-        tree: Of the model.
-        groups: Of its plan.
+        config: Float8 settings.
+        tree: Module tree of the model.
+        groups: Groups of its plan.
         device: Device type of the mesh.
         capability: CUDA compute capability, None for other devices.
-        num_shards: Ranks that parameters are sharded over.
+        num_shards: Number of ranks that parameters are sharded over.
 
     Raises:
         PlanError: The hardware has no float8, or the settings contradict each other.
@@ -86,7 +86,7 @@ def _refuse_hardware(device: str, capability: tuple[int, int] | None) -> None:
 
 
 def _gathers(config: Float8Config, groups: Sequence[Group], device: str, num_shards: int) -> bool:
-    """Whether weights are all-gathered in float8: half the bytes of bfloat16, where there is anything to gather."""
+    """Whether weights are all-gathered in float8: half the bytes of bfloat16."""
     kept = [group for group in groups if type(group.reshard_after_forward) is int]
     why = ""
     if config.recipe == "rowwise":
@@ -124,7 +124,7 @@ def _why_not(
     skipped: Callable[[str], bool],
     device: str,
 ) -> str:
-    """Why a layer, whose weight has this shape on each rank, does not compute in float8; empty if it does."""
+    """Return why a layer with a weight of this shape on each rank does not compute in float8; empty if it does."""
     if skipped(name):
         return "named in float8.skip"
     if not any(is_within(name, block) for block in blocks):

@@ -31,9 +31,9 @@ class Node:
     parent: "Node | None" = None
     children: list["Node"] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
-    """Keys of the parameters registered on this very module."""
+    """Keys of the parameters registered on this module itself."""
     other_parents: list["Node"] = field(default_factory=list)
-    """Further modules that hold this same module object."""
+    """Further parents of the same module object."""
 
     def walk(self) -> Iterator["Node"]:
         """This node and everything below it, parents first."""
@@ -60,27 +60,27 @@ class Node:
 
     @cached_property
     def has_forward(self) -> bool:
-        """Whether the module can be called at all."""
+        """Whether the module has a forward."""
         return has_forward(self.module)
 
     @cached_property
     def is_atom(self) -> bool:
-        """Nothing below it may be sharded apart: a leaf, or a module whose inside is torch's business.
+        """Whether no descendant can be sharded separately: a leaf, or a module of torch.
 
         torch's own modules read their children's weights (`nn.MultiheadAttention` never calls `out_proj`), and a
-        parametrised module computes its weight from children on access.
+        parametrized module computes its weight from its children on access.
         """
         if not any(child.keys for child in self.children):
             return True
         if "parametrizations" in self.module._modules:
             return True
-        # Sharded classes keep the name of the class they came from at the end of their bases.
+        # A sharded class has the module name of its original class.
         origin = type(self.module).__module__
         return origin.startswith("torch.nn.") and self.has_forward and not isinstance(self.module, _TORCH_COMPOSITES)
 
     @property
     def is_composite(self) -> bool:
-        """Whether it can be called and has parts that may be sharded apart."""
+        """Whether it has a forward and descendants that can be sharded separately."""
         return self.has_forward and not self.is_atom
 
     @property
@@ -94,8 +94,8 @@ class Tree:
 
     Args:
         model: The root.
-        key_of: `id(parameter)` to the key of the tensor it stands for; unmapped ones do not count.
-        numel: Elements by key, for `size`.
+        key_of: Maps `id(parameter)` to the key of its tensor; parameters without an entry do not count.
+        numel: Number of elements by key, for `size`.
         roots: Names of the modules that scripts call.
     """
 
@@ -122,18 +122,18 @@ class Tree:
         for name, child in module._modules.items():
             if child is None:
                 continue
-            if (seen := self._by_module.get(id(child))) is not None:  # a shared module lives at its first name
+            if (seen := self._by_module.get(id(child))) is not None:  # a shared module has one node, at its first name
                 seen.other_parents.append(node)
             else:
                 node.children.append(self._build(f"{fqn}.{name}" if fqn else name, child, node, key_of))
         return node
 
     def size(self, of: Node | Iterable[int]) -> int:
-        """Elements of the parameters at or below a node, or behind these keys."""
+        """Number of elements of the parameters at or below a node, or with these keys."""
         return sum(self.numel[key] for key in (of.keys if isinstance(of, Node) else of))
 
     def owners(self) -> dict[int, list[Node]]:
-        """Parameter key to the modules that register it, in tree order."""
+        """Maps each parameter key to the modules that register it, in tree order."""
         owners: dict[int, list[Node]] = {}
         for node in self.root.walk():
             for key in node.own:
@@ -141,7 +141,7 @@ class Tree:
         return owners
 
     def matching(self, pattern: str) -> list[Node]:
-        """Nodes whose name fits the pattern or whose class has that very name; the root for `(root)`."""
+        """Nodes whose FQN matches the pattern or whose class has that name; the roots for `(root)`."""
         if pattern == ROOT_PATTERN:
             return self.roots
         fits = name_matcher(pattern)
@@ -149,7 +149,7 @@ class Tree:
 
 
 def outermost_blocks(model: nn.Module, groups: Iterable[Group]) -> dict[str, nn.Module]:
-    """The outermost modules below the root that are groups and have parts, by FQN in the model's order."""
+    """The outermost composite modules below the root that are groups, by FQN in the model's order."""
     grouped = {name for group in groups for name in group.modules if name}
     tree = Tree(model, {id(parameter): key for key, parameter in enumerate(model.parameters())})
     nodes = [node for node in tree.root.walk() if node.fqn in grouped and node.is_composite]
@@ -158,7 +158,7 @@ def outermost_blocks(model: nn.Module, groups: Iterable[Group]) -> dict[str, nn.
 
 
 def name_matcher(pattern: str):
-    """A predicate for FQNs: `*` is part of one name, `**` and a leading `*.` span dots."""
+    """Return a predicate for FQNs: `*` matches within one name, `**` and a leading `*.` match across dots."""
     if pattern.startswith("*."):
         pattern = "*" + pattern
     pieces = []
@@ -168,18 +168,18 @@ def name_matcher(pattern: str):
 
 
 BIG_LEAF_SHARE = 0.25
-"""A leaf at least this large, compared with the largest block, is gathered on its own."""
+"""Minimum size, relative to the largest block, of a leaf that becomes its own group."""
 TINY_BLOCK_SHARE = 0.02
-"""A block smaller than this, compared with the largest one, is not worth a collective."""
+"""Minimum size of a block, relative to the largest one; smaller blocks are not worth a collective."""
 MOSTLY_ONE_LEAF_SHARE = 0.8
-"""A module of which one leaf is at least this much counts as that leaf."""
+"""Minimum share of one leaf in a module that counts as that leaf."""
 
 Kind = Literal["block", "leaf", "tie", "island", "storage", "part", "experts", "root"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCandidate:
-    """Modules to be sharded as one group, before settings are known."""
+    """Modules of one group, before its settings are chosen."""
 
     nodes: tuple[Node, ...]
     kind: Kind
@@ -200,12 +200,12 @@ class GroupCandidate:
 
 
 def by_node(candidates: Iterable[GroupCandidate]) -> dict[Node, GroupCandidate]:
-    """The modules of the candidates, each with its candidate."""
+    """Map the modules of the candidates to their candidate."""
     return {node: candidate for candidate in candidates for node in candidate.nodes}
 
 
 def blocks_around(candidates: Iterable[GroupCandidate]) -> list[str]:
-    """The repeated blocks that groups are, or are in: elements of lists, and classes that repeat."""
+    """FQNs of the repeated blocks at or around groups: elements of lists, and modules of repeated classes."""
     found: dict[str, None] = {}
     for node in (node for candidate in candidates if not candidate.is_root for node in candidate.nodes):
         above = [(each, each.parent) for each in node.upwards if each.is_composite and each.parent is not None]
@@ -222,8 +222,8 @@ def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
     """Find groups without user settings; the root gets the remaining parameters.
 
     Returns:
-        Candidates in tree order: repeated blocks, then leaves as large as a good part of a block, then pieces taken
-        out of the root until it is no larger than the largest of the others.
+        Repeated blocks, then leaves that are large compared with a block, then modules moved out of the root
+        until it is no larger than the largest other group.
     """
     found: list[GroupCandidate] = []
     for root in tree.roots:
@@ -236,7 +236,7 @@ def find_candidates(tree: Tree, calls: Calls) -> list[GroupCandidate]:
 
 
 class _Search:
-    """One pass over the tree below a root; keeps what was seen on the way."""
+    """Search for groups below a root."""
 
     def __init__(self, tree: Tree, root: Node, calls: Calls) -> None:
         self.tree, self.root, self.calls = tree, root, calls
@@ -244,8 +244,8 @@ class _Search:
         self.outside: list[Node] = []
 
     def blocks(self) -> list[GroupCandidate]:
-        """Elements of lists and sequences, then classes that repeat elsewhere; the outermost of nested ones,
-        unless it is a stage that itself holds a run of blocks."""
+        """Return elements of lists and sequences, and other repeated classes: the outermost of nested blocks,
+        unless it is a stage that contains a run of blocks."""
         self._descend(self.root, frozenset())
         counts = Counter(type(node.module) for node in self.outside if not isinstance(node.module, nn.Sequential))
         repeated = frozenset(kind for kind, count in counts.items() if count > 1)
@@ -271,7 +271,7 @@ class _Search:
         ]
 
     def relieve_root(self, candidates: list[GroupCandidate]) -> list[GroupCandidate]:
-        """Pieces of the root, largest first, until the root is no larger than the largest other group."""
+        """Return modules to move out of the root, largest first, until it is no larger than the largest other group."""
         taken: list[GroupCandidate] = []
         while True:
             everything = candidates + taken
@@ -314,19 +314,19 @@ class _Search:
             self._descend(node, repeated)
 
     def _holds_a_run(self, stage: Node) -> bool:
-        """Whether blocks repeat inside it. Experts picked by data do not count: ranks would gather different ones."""
+        """Whether blocks repeat inside it. Experts selected by data are excluded: they differ between ranks."""
         for node in stage.walk():
             if node.is_atom:
                 continue
             parts = [child for child in node.children if child.is_composite and not self._is_mostly_one_leaf(child)]
             elements = Counter(type(part.module) for part in parts if part.fqn not in self.calls.conditional)
-            # Two attentions side by side are one block's parts; three of a class are a run even without a list.
+            # Two attention modules are parts of one block; three modules of a class are a run even without a list.
             if max(elements.values(), default=0) >= (2 if isinstance(node.module, _RUNS) else 3):
                 return True
         return False
 
     def _is_mostly_one_leaf(self, node: Node) -> bool:
-        """Whether one leaf is nearly all of it: a convolution with its norm is not a block."""
+        """Whether one leaf has nearly all its parameters: a convolution with its norm is not a block."""
         largest = max((self.tree.size(below) for below in node.walk() if below.is_atom), default=0)
         return largest >= MOSTLY_ONE_LEAF_SHARE * self.tree.size(node)
 
@@ -346,14 +346,14 @@ class _Search:
         return free
 
     def _may_stand_alone(self, node: Node) -> bool:
-        """Whether hooks on the node itself would fire, on every rank alike."""
+        """Whether hooks on the node itself would run on every rank."""
         wanted = getattr(node.module, "_fsdp_wrap", None) is not False
         entered = node.is_atom or node.fqn not in self.calls.bypassed
         return bool(node.keys) and node.has_forward and wanted and entered and node.fqn not in self.calls.conditional
 
 
 def around_calls(candidate: GroupCandidate, calls: Calls) -> GroupCandidate:
-    """Adapt a candidate to the calls of its modules: hooks on its parts, or kept unsharded for outside reads."""
+    """Adapt a candidate to the calls of its modules: put hooks on its parts, or keep it unsharded for outside reads."""
     node = candidate.nodes[0]
     if len(candidate.nodes) == 1 and not node.is_atom and (inner := calls.bypassed.get(node.fqn)):
         parts = tuple(part for part in _parts(node, inner) if not is_read_outside(part, node, calls))
@@ -367,7 +367,7 @@ def around_calls(candidate: GroupCandidate, calls: Calls) -> GroupCandidate:
 
 
 def why_kept_unsharded(nodes: tuple[Node, ...], calls: Calls, *, only_atoms: bool = False) -> str:
-    """Why hooks on these modules cannot be relied on to run on every rank and before every use; "" if they can."""
+    """Return why hooks on these modules may not run on every rank and before every use; empty if they do."""
     if any(node.fqn in calls.conditional for node in nodes):
         return "the data of a rank decide whether it runs"
     if any(is_read_outside(node, node, calls) for node in nodes):
@@ -379,7 +379,7 @@ def why_kept_unsharded(nodes: tuple[Node, ...], calls: Calls, *, only_atoms: boo
 
 
 def _parts(node: Node, inner: frozenset[str]) -> list[Node]:
-    """The largest submodules that are entered through their own call."""
+    """Return the largest submodules that are entered by their own call."""
     parts: list[Node] = []
     for child in node.children:
         if not child.keys:
@@ -410,13 +410,13 @@ def _some(names: frozenset[str], node: Node) -> str:
 
 
 def is_explicit(config: ShardConfig) -> bool:
-    """Whether the user said anything about groups."""
+    """Whether the user configured groups."""
     named = config.block_classes or config.block_patterns or config.min_group_params or config.wrap_if
     return bool(named) or config.group_by != "auto"
 
 
 def named_candidates(tree: Tree, config: ShardConfig) -> list[GroupCandidate]:
-    """The candidates a config asks for, each once, in tree order.
+    """Return the distinct candidates that a config requests, in tree order.
 
     Raises:
         PlanError: A name matches nothing, or a container that has no `forward`.
@@ -455,7 +455,7 @@ def _named(tree: Tree, pattern: str) -> list[Node]:
 
 
 def _by_size(tree: Tree, least: int) -> list[Node]:
-    """Bottom-up: a module is taken once its parameters, less those of taken ones, reach the size."""
+    """Select modules bottom-up: those whose parameters outside selected descendants reach the size."""
     taken: list[Node] = []
 
     def visit(node: Node) -> int:
@@ -482,7 +482,7 @@ def _by_predicate(tree: Tree, predicate: Callable[..., object]) -> list[Node]:
 
 
 def _children(root: Node) -> list[Node]:
-    """Direct children; of a list or dictionary, its elements."""
+    """Return direct children; a list or dictionary is replaced by its elements."""
     nodes: list[Node] = []
     for child in root.children:
         nodes += [child] if child.has_forward else _children(child)
@@ -511,7 +511,7 @@ def unknown_pattern(
 
 
 def ignored_keys(tree: Tree, names: dict[str, int], patterns: tuple[str, ...]) -> set[int]:
-    """Keys of the parameters that `ignored` patterns name, as parameters or through their modules."""
+    """Return keys of the parameters that `ignored` patterns match, directly or through their modules."""
     keys: set[int] = set()
     for pattern in patterns:
         fits = name_matcher(pattern)

@@ -39,19 +39,19 @@ class PlannedParameter:
     placement: Literal["shard", "replicate", "ignore"] = "shard"
     shard_dim: int = 0
     splits: tuple[tuple[str, int, int], ...] = ()
-    """Mesh axes that divide it before it is sharded: axis, dimension and number of ranks, as in `("tensor", 0, 2)`."""
+    """Splits over mesh axes before sharding: axis, dimension and number of ranks, as in `("tensor", 0, 2)`."""
     make_contiguous: bool = False
-    """Storage is rewritten row-major first: FSDP2 shards nothing else."""
+    """Make the storage row-major first, as FSDP2 requires."""
     upcast_from: str | None = None
-    """The dtype before sharding, where the plan changes storage."""
+    """Original dtype, if the plan changes the storage dtype."""
     packed_bytes: int | None = None
-    """Storage over all ranks, where a tensor subclass packs the elements into fewer bits than `dtype` has."""
+    """Storage over all ranks, if a tensor subclass packs elements into fewer bits than `dtype`."""
     reason: str = ""
-    """Reason, if not the default."""
+    """Reason for anything but the default."""
 
     @property
     def numel(self) -> int:
-        """Elements, over all ranks."""
+        """Number of elements, over all ranks."""
         return math.prod(self.shape)
 
     @property
@@ -70,7 +70,7 @@ class PlannedParameter:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """What `fully_shard` is given on the fullest rank: the shape, divided by `splits`."""
+        """Shape passed to `fully_shard` on the fullest rank, after `splits`."""
         shape = list(self.shape)
         for _, dim, num_ranks in self.splits:
             shape[dim] = -(-shape[dim] // num_ranks)
@@ -83,7 +83,7 @@ class ParallelModule:
 
     fqn: str
     how: str
-    """The style, method or recipe; empty: the module is left as it is."""
+    """Style, method or recipe; empty for a module that is not converted."""
     reason: str = ""
 
 
@@ -94,10 +94,10 @@ class Group:
     modules: tuple[str, ...]
     """FQNs; the root is the empty name."""
     kind: Literal["block", "leaf", "tie", "island", "storage", "part", "experts", "root"]
-    """What made it a group; see `reason`."""
+    """Why these modules form a group; see `reason`."""
     parameters: tuple[PlannedParameter, ...]
     shard_axes: tuple[str, ...] = ("shard",)
-    """Mesh axes that its parameters are sharded over, as one."""
+    """Mesh axes that its parameters are sharded over, flattened into one."""
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     output_dtype: str | None = None
@@ -111,7 +111,7 @@ class Group:
     entry_points: tuple[str, ...] = ()
     """`module:method` names besides `forward` that enter the group (`:method` for the root)."""
     held: bool = False
-    """Unsharded from the root's forward to the end of backward: code outside reads its parameters."""
+    """Kept unsharded from the root's forward to the end of backward, because code outside reads its parameters."""
     reduce_unused: bool = False
     """Send zeros for parameters that got no gradient on this rank."""
     reason: str = ""
@@ -123,7 +123,7 @@ class Group:
 
     @property
     def numel(self) -> int:
-        """Elements, over all ranks."""
+        """Number of elements, over all ranks."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
@@ -133,7 +133,7 @@ class Group:
 
     @property
     def storage_dtypes(self) -> tuple[str, ...]:
-        """Dtypes its parameters are stored in."""
+        """Storage dtypes of its parameters."""
         return tuple(sorted({parameter.dtype for parameter in self.parameters}))
 
     def bytes_per_rank(self, num_shards: int) -> int:
@@ -148,31 +148,31 @@ class Plan:
     model: str
     """Class of the root module."""
     device: str
-    """Device type the groups live on."""
+    """Device type of the groups."""
     axes: tuple[tuple[str, int], ...]
-    """Mesh axes, outermost first: `(("replicate", 2), ("shard", 4))`. Of a pipeline, those of one stage."""
+    """Mesh axes, outermost first: `(("replicate", 2), ("shard", 4))`. For a pipeline, the axes of one stage."""
     groups: tuple[Group, ...]
     """Children first, root last."""
     replicated: tuple[PlannedParameter, ...] = ()
     """Replicated on every rank: FSDP2 cannot shard them."""
     ignored: tuple[PlannedParameter, ...] = ()
-    """Left as they are, by request; gradients are averaged."""
+    """Not sharded, as requested; gradients are averaged."""
     grad_scaler: bool = False
     """float16 compute: the loop needs `torch.amp.GradScaler`."""
     early_root: bool = False
     """Unshard the root right after `optimizer.step()`."""
     outer_modules: tuple[str, ...] = ()
-    """Modules outside all groups but the root that a script may call by themselves; they enter through the root."""
+    """Modules in the root's group only that a script may call on their own; such a call enters the root."""
     track_unused: bool = False
-    """The model's code can leave parameters out: agree after each backward on which got no gradient anywhere."""
+    """The model may skip parameters: after each backward, ranks agree on those without a gradient on any rank."""
     float8: tuple[ParallelModule, ...] = ()
-    """Modules whose matrix products are in float8, and those left as they are."""
+    """Modules with float8 matrix products, and unconverted modules."""
     tensor_parallel: tuple[ParallelModule, ...] = ()
-    """Styles of the modules divided over the tensor axis, and modules left as they are."""
+    """Styles of the modules split over the tensor axis, and unsplit modules."""
     expert_parallel: tuple[ParallelModule, ...] = ()
-    """Modules whose experts are divided over the expert axis."""
+    """Modules whose experts are split over the expert axis."""
     context_parallel: tuple[ParallelModule, ...] = ()
-    """How attention works on sequences divided over the context axis."""
+    """Attention on sequences split over the context axis."""
     pipeline: tuple[ParallelModule, ...] = ()
     """Stages of the pipeline."""
     activations: Literal["auto", "keep", "full", "selective", "offload", "every_n", "regions"] | float = "auto"
@@ -185,11 +185,11 @@ class Plan:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that dense parameters are sharded over."""
+        """Number of ranks that dense parameters are sharded over."""
         return self.num_ranks(SHARD_AXES)
 
     def num_ranks(self, axes: Iterable[str]) -> int:
-        """Number of ranks along these axes together."""
+        """Number of ranks of these axes combined."""
         sizes = dict(self.axes)
         return math.prod(sizes.get(axis, 1) for axis in axes)
 
@@ -200,7 +200,7 @@ class Plan:
 
     @property
     def parameters(self) -> Iterator[PlannedParameter]:
-        """Every parameter once, whatever becomes of it."""
+        """All distinct parameters: sharded, replicated and ignored."""
         for group in self.groups:
             yield from group.parameters
         yield from self.replicated
@@ -231,7 +231,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote.
+        """Read a plan from the output of `to_json`.
 
         Raises:
             PlanError: The text was written by a version with another layout.
@@ -243,7 +243,7 @@ class Plan:
                 why="the layout of a plan may change between releases",
                 fix="compute a new plan with shardwise.plan(...)",
             )
-        return TypeAdapter(Plan).validate_python(data)  # a key that no field has is left out
+        return TypeAdapter(Plan).validate_python(data)  # unknown keys are ignored
 
     def digest(self) -> str:
         """Return a short hash; ranks compare it before sharding."""
@@ -257,7 +257,7 @@ _MAX_NAMES = 4
 
 
 def render_plan(plan: Plan) -> str:
-    """A readable tree: one row for all groups that differ only in their index, and each reason once."""
+    """Render a tree with one row for groups that differ only in their index."""
     total = sum(parameter.numel for parameter in plan.parameters)
     lines = [
         f"{plan.model}: {format_count(total)} parameters, {format_bytes(plan.num_bytes)}; "
@@ -280,7 +280,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def parallel_parts(plan: Plan) -> list[tuple[str, tuple[ParallelModule, ...]]]:
-    """What is done to modules before they are sharded, in the order in which it is done."""
+    """Return the conversions of modules before sharding, in their order."""
     return [
         ("float8", plan.float8),
         ("tensor parallel", plan.tensor_parallel),
@@ -291,7 +291,7 @@ def parallel_parts(plan: Plan) -> list[tuple[str, tuple[ParallelModule, ...]]]:
 
 
 def _parallel_rows(title: str, modules: Iterable[ParallelModule]) -> list[list[str]]:
-    """One row for all modules that are treated alike for the same reason."""
+    """Return one row for all modules with the same conversion and reason."""
     alike: dict[tuple[str, str], list[ParallelModule]] = defaultdict(list)
     for module in modules:
         alike[module.how, _unnumbered(module.reason)].append(module)
@@ -302,7 +302,7 @@ def _parallel_rows(title: str, modules: Iterable[ParallelModule]) -> list[list[s
 
 
 def _row(title: str, members: Sequence[ParallelModule | PlannedParameter], what: str, reason: str) -> list[str]:
-    """The names of the members, what is true of all of them, and why."""
+    """Return the members' names, their common property, and its reason."""
     names = [_pattern(fqns) for fqns in numbered_alike(member.fqn or ROOT_PATTERN for member in members)]
     return [f"{title}: {', '.join(listed(names, _MAX_NAMES))}  {what}", *([reason] if reason else [])]
 
@@ -361,10 +361,10 @@ def _group_rows(groups: Sequence[Group]) -> list[list[str]]:
 
 
 def _names(groups: Sequence[Group], indices: Sequence[int]) -> str:
-    """`layers.0 … layers.31` for neighbours, `layers.0, layers.2, … layers.30` for others."""
+    """`layers.0 … layers.31` for neighbors, `layers.0, layers.2, … layers.30` for others."""
     runs: list[list[int]] = []
     for index in indices:
-        if runs and _are_neighbours(groups, runs[-1][-1], index):
+        if runs and _are_neighbors(groups, runs[-1][-1], index):
             runs[-1].append(index)
         else:
             runs.append([index])
@@ -372,7 +372,7 @@ def _names(groups: Sequence[Group], indices: Sequence[int]) -> str:
     return ", ".join(names) if len(names) <= _MAX_NAMES else f"{names[0]}, {names[1]}, … {names[-1]}"
 
 
-def _are_neighbours(groups: Sequence[Group], one: int, other: int) -> bool:
+def _are_neighbors(groups: Sequence[Group], one: int, other: int) -> bool:
     numbers = zip(*(map(int, re.findall(r"\d+", groups[i].modules[0])) for i in (one, other)), strict=True)
     return other == one + 1 or sum(abs(a - b) for a, b in numbers) == 1
 
@@ -383,7 +383,7 @@ def _short_name(group: Group) -> str:
 
 
 def _parameter_rows(title: str, parameters: Iterable[PlannedParameter]) -> list[list[str]]:
-    """One row for all parameters of one dtype with the same reason."""
+    """Return one row for all parameters with the same dtype and reason."""
     alike: dict[tuple[str, str], list[PlannedParameter]] = defaultdict(list)
     for parameter in parameters:
         alike[parameter.dtype, parameter.reason].append(parameter)
@@ -410,7 +410,7 @@ def _policy(members: Sequence[Group]) -> str:
     parts.append(_after_forward(group.reshard_after_forward))
     if group.offload:
         parts.append("offload to CPU" + (", pinned" if group.pin_memory else ""))
-    # The last groups of a pass have fewer groups ahead of them.
+    # The last groups of a pass prefetch fewer groups.
     forward = max(len(group.forward_prefetch) for group in members)
     backward = max(len(group.backward_prefetch) for group in members)
     parts += [f"prefetch {forward}/{backward}"] if forward or backward else []
@@ -424,7 +424,7 @@ def _after_forward(reshard: bool | int | None) -> str:
 
 
 def _shape_of(group: Group) -> object:
-    """Equal for groups that a row can stand for: all that it prints, but for numbers in names."""
+    """Return a key that is equal for groups of the same row: all printed facts, except numbers in names."""
     parameters = tuple((_unnumbered(p.fqn), p.shape, p.dtype, p.trainable) for p in group.parameters)
     texts = tuple(_unnumbered(text) for text in chain(group.modules, group.entry_points, [group.reason]))
     settings = (group.param_dtype, group.reduce_dtype, group.output_dtype, group.reshard_after_forward)
@@ -432,7 +432,7 @@ def _shape_of(group: Group) -> object:
 
 
 def numbered_alike(names: Iterable[str]) -> list[list[str]]:
-    """Names grouped by what they are but for their numbers: the same parameter of every layer."""
+    """Group names that differ only in numbers, such as the same parameter of every layer."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in names:
         alike[_unnumbered(name)].append(name)
@@ -444,6 +444,6 @@ def _unnumbered(text: str) -> str:
 
 
 def _pattern(texts: Sequence[str]) -> str:
-    """Texts that differ only in numbers as one, with `*` for the numbers that differ."""
+    """Merge texts that differ only in numbers, with `*` for the differing numbers."""
     columns = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
     return "".join(column[0] if len(set(column)) == 1 else "*" for column in columns)

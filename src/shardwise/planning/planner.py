@@ -42,14 +42,14 @@ from shardwise.planning.tracing import trace_calls
 def refuse_sharded(model: nn.Module, mesh: DeviceMesh | MeshConfig | None = None) -> None:
     """Raise if the model, a part of it, or an enclosing model is already sharded.
 
-    Parameters that `parallelize_module` has divided over the tensor axis, before anything was sharded, are fine.
+    Parameters that `parallelize_module` has split over the tensor axis are allowed if nothing was sharded before.
 
     Args:
         model: Any module.
-        mesh: That it is to be sharded over.
+        mesh: Mesh to shard over.
 
     Raises:
-        PlanError: With which module, and whether the order was top-down.
+        PlanError: Names the module, and says whether the order was top-down.
     """
     sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     late = "; tensor parallelism comes before it: shard() does both, over a mesh with a tensor axis"
@@ -80,7 +80,7 @@ def refuse_sharded(model: nn.Module, mesh: DeviceMesh | MeshConfig | None = None
 
 
 def _is_tensor_axis(axis: DeviceMesh, mesh: DeviceMesh | MeshConfig | None) -> bool:
-    """Whether parameters that lie on `axis` can be sharded over the rest of `mesh`."""
+    """Whether parameters distributed over `axis` can be sharded over the other axes of `mesh`."""
     if not isinstance(mesh, DeviceMesh):
         return axis.ndim == 1 and axis.size() == mesh_axes(mesh)[0].get("tensor", axis.size())
     tensors = tensor_mesh(mesh)
@@ -93,8 +93,8 @@ def refuse_unsupported(model: nn.Module) -> None:
     """Raise for parameters that cannot be sharded.
 
     Raises:
-        PlanError: A lazy module without shapes yet, a scripted module, a layer that makes sparse gradients or that
-            renormalises the rows of a batch, or a container of nothing.
+        PlanError: A lazy module without shapes yet, a scripted module, a layer with sparse gradients or one that
+            renormalizes the rows of a batch, or an empty container.
     """
     if isinstance(model, nn.ModuleList | nn.ModuleDict) and next(model.parameters(), None) is None:
         raise PlanError(
@@ -116,7 +116,7 @@ def refuse_unsupported(model: nn.Module) -> None:
             why = "FSDP2 puts hooks on modules and exchanges their parameters, which TorchScript does not allow"
             fix = "leave out torch.jit.script, or script functions and modules without parameters"
         elif is_table and module.max_norm is not None:
-            what = "renormalises the rows that its batch looks up"
+            what = "renormalizes the rows that its batch looks up"
             why = "each rank has other rows in its batch, and would change other rows of the weight"
             fix = "build it with max_norm=None, and after each step, under torch.no_grad(): "
             fix += f"{name}.weight.renorm_({module.norm_type}, 0, {module.max_norm})"
@@ -134,10 +134,10 @@ def find_calls(model: nn.Module, example_inputs: Any = None) -> Calls:
     Args:
         model: Any module, on any device; the meta device is enough.
         example_inputs: A tuple of positional arguments, a dict of keyword arguments, or the only argument.
-            With it the forward is traced on fake tensors; what the trace saw of the forward then stands.
+            With it the forward is traced on fake tensors, and the traced calls take precedence.
 
     Ranks:
-        Local. The result is the same on every rank that holds the same model and code.
+        Local. The result is the same on every rank with the same model and code.
     """
     if example_inputs is None:
         return read_calls(model)
@@ -157,8 +157,8 @@ def plan(
 
     Args:
         model: On the meta device or real; it is not changed.
-        config: What to decide and how; the default decides everything.
-        mesh: The mesh of the run, or a `MeshConfig` with its sizes to plan for ranks that do not exist yet.
+        config: Sharding settings; by default all decisions are automatic.
+        mesh: The mesh of the run, or a `MeshConfig` with its sizes to plan without ranks.
         example_inputs: A tuple of positional or a dict of keyword arguments of `forward`; when given, real calls are
             observed on fake tensors instead of read from source.
 
@@ -193,7 +193,7 @@ def make_plan(
     *,
     capability: tuple[int, int] | None,
 ) -> Plan:
-    """`plan()` with the hardware's capability given; also of a pipeline stage, which may have no experts."""
+    """Compute a plan for hardware of this capability, also for a pipeline stage, which may have no experts."""
     refuse_sharded(model, mesh)
     refuse_unsupported(model)
     axes, device = mesh_axes(mesh)
@@ -202,7 +202,7 @@ def make_plan(
 
 
 def refuse_context(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise where a model cannot work on parts of sequences.
+    """Raise if a model cannot process parts of sequences.
 
     Raises:
         PlanError: It would number the tokens of every rank from 0, has no blocks, or does not use
@@ -230,7 +230,7 @@ def refuse_context(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
 
 
 WORTHWHILE_PADDING = 1 / 8
-"""Below this share of padding, dim 0 stays: its shards are contiguous in checkpoints."""
+"""Maximum share of padding on dim 0, which is preferred because its shards are contiguous in checkpoints."""
 
 
 def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> tuple[int, str]:
@@ -256,7 +256,7 @@ def choose_shard_dim(shape: tuple[int, ...], num_shards: int) -> tuple[int, str]
 
 
 def packed_bytes(parameter: torch.Tensor) -> int | None:
-    """Storage of a tensor subclass that keeps its elements in fewer bits than its dtype has; None for any other."""
+    """Return the storage of a tensor subclass that packs elements into fewer bits than its dtype, else None."""
     if not hasattr(parameter, "fsdp_pre_all_gather") or not hasattr(parameter, "__tensor_flatten__"):
         return None
     names, _ = parameter.__tensor_flatten__()  # pyrefly: ignore[not-callable]
@@ -265,10 +265,10 @@ def packed_bytes(parameter: torch.Tensor) -> int | None:
 
 
 def add_prefetch(groups: list[Group], prefetch: PrefetchConfig, overrides: tuple[GroupOverride, ...]) -> list[Group]:
-    """Groups with the names of the next and previous groups of their own run, to the depth each asks for.
+    """Return the groups with the names of the next and previous groups of their run, up to each group's depth.
 
-    Only within a run of blocks (`layers.0`, `layers.1`, …): they are certain to be called one after another, and a
-    group gathered ahead of a call that never comes would stay gathered.
+    Only within a run of blocks (`layers.0`, `layers.1`, …): these are certain to be called in order, and
+    a group prefetched for a call that never happens would stay unsharded.
     """
     depths = [prefetch.forward, prefetch.backward]
     depths += [depth for o in overrides for depth in (o.forward_prefetch, o.backward_prefetch) if depth]
@@ -298,7 +298,7 @@ def _run_of(fqn: str) -> str:
 
 
 class Draft:
-    """Facts about one model, collected once, from which the plan is built."""
+    """Facts about one model, from which the plan is built."""
 
     def __init__(self, model: nn.Module, config: ShardConfig, axes: dict[str, int], device: str, calls: Calls) -> None:
         self.model, self.config, self.axes, self.device, self.calls = model, config, axes, device, calls
@@ -346,7 +346,7 @@ class Draft:
         return candidates, entries
 
     def _check_roots(self) -> None:
-        """Every trainable parameter belongs to one of the modules that scripts call; others are left as they are."""
+        """Raise if a trainable parameter is outside the modules that scripts call; ignore frozen ones."""
         for key, tensor in enumerate(self.tensors):
             roots = {root for root in self.calls.roots for name in tensor.names if is_within(name, root)}
             if len(roots) == 1 or key in self.ignored:
@@ -370,14 +370,14 @@ class Draft:
         elif not (parameter.is_floating_point() or parameter.is_complex()):
             self.ignored[key] = f"{dtype_name(parameter.dtype)} storage is left as it is"
         elif parameter.ndim == 0 and parameter.is_complex():
-            # DTensor has no view_as_real of a scalar, which torch's optimizers step a complex parameter by.
+            # torch's optimizers use view_as_real for complex parameters, which DTensor does not support for scalars.
             self.ignored[key] = "a complex scalar is not split; its gradients are averaged"
         elif parameter.ndim == 0:
             self.replicated[key] = "a scalar has no dimension to split"
         elif parameter.numel() == 0:
             self.replicated[key] = "an empty parameter has nothing to split"
         elif parameter.is_complex() and not self._splits_evenly(parameter):
-            # DTensor makes view_as_real of uneven parts a copy: what torch's optimizers write there is lost.
+            # DTensor's view_as_real copies uneven shards, so that updates of torch's optimizers would be lost.
             self.replicated[key] = "complex numbers are split only where each rank gets as many"
 
     def _set_packed_aside(self, key: int, parameter: nn.Parameter) -> None:
@@ -387,10 +387,10 @@ class Draft:
                 f"{name!r}, a {kind}, requires gradients",
                 where=name,
                 why="it is stored in fewer bits than its dtype has: an optimizer's updates would be rounded away",
-                fix="freeze it (requires_grad = False) and train adapters, or leave it unquantised",
+                fix="freeze it (requires_grad = False) and train adapters, or leave it unquantized",
             )
         if parameter.shape[0] % self._shard_axes()[1]:
-            # FSDP2 pads uneven parts with rows of the parameter's own shape, which packed elements do not have.
+            # FSDP2 pads uneven shards with rows of the parameter's shape, but packed elements have another shape.
             self.ignored[key] = f"a {kind} of {parameter.shape[0]} rows, which the ranks do not divide evenly"
 
     def _splits_evenly(self, parameter: nn.Parameter) -> bool:
@@ -399,7 +399,7 @@ class Draft:
         return shape[dim] % num_shards == 0
 
     def _shard_axes(self, *, of_experts: bool = False) -> tuple[tuple[str, ...], int]:
-        """The mesh axes that parameters are sharded over as one, and their ranks."""
+        """Return the mesh axes that parameters are sharded over, and their number of ranks."""
         axes = tuple(axis for axis in (EXPERT_SHARD_AXES if of_experts else SHARD_AXES) if axis in self.axes)
         return axes, math.prod(self.axes[axis] for axis in axes)
 
@@ -439,7 +439,7 @@ class Draft:
         )
 
     def _divide_tensors(self, assignment: Assignment) -> None:
-        """Choose what is divided over the tensor axis; what the user has divided stays as it is."""
+        """Choose splits over the tensor axis; splits made by the user are kept."""
         num_ranks, modules = self.axes.get("tensor", 1), dict(self.model.named_modules())
         divided = {name for name, parameter in self.model.named_parameters() if isinstance(parameter, DTensor)}
         if divided:
@@ -458,7 +458,7 @@ class Draft:
                 self.splits[key] = splits[name]
 
     def _context_parallel(self, groups: list[Group]) -> tuple[ParallelModule, ...]:
-        """The blocks whose attention sees whole sequences."""
+        """Return an entry per block for attention over full sequences."""
         if "context" not in self.axes:
             return ()
         blocks = grouping.outermost_blocks(self.model, groups)
@@ -469,12 +469,12 @@ class Draft:
         return tuple(ParallelModule(fqn=name, how=", ".join(how), reason=reason) for name in blocks)
 
     def _dtypes(self, keys: list[int]) -> list[str]:
-        """Of those that are trained, or of all where none is."""
+        """Return the dtypes of trainable parameters, or of all if none is trainable."""
         trained = {self.dtype_of[key] for key in keys if key in self.trainable}
         return sorted(trained or {self.dtype_of[key] for key in keys})
 
     def _assignment(self) -> Assignment:
-        """Every parameter to one candidate, with no candidate of two trainable dtypes."""
+        """Assign every parameter to one candidate, so that none mixes trainable dtypes."""
         if self.config.group_by == "root":
             candidates: list[GroupCandidate] = []
         elif is_explicit(self.config):
@@ -528,7 +528,7 @@ class Draft:
         elif not isinstance(reshard, bool) and (reshard == num_shards or num_shards % reshard):
             reshard = True  # over as many ranks as before forward
         for name in ("forward_prefetch", "backward_prefetch"):
-            chosen[name] = ("",) * chosen[name]  # add_prefetch puts names there
+            chosen[name] = ("",) * chosen[name]  # placeholders for the names that add_prefetch sets
         unused = self.config.unused_parameters
         return Group(
             **chosen | {"reshard_after_forward": reshard},
@@ -543,7 +543,7 @@ class Draft:
         )
 
     def _is_conditional(self, candidate: GroupCandidate) -> bool:
-        """Whether a module of the candidate, with parameters, may be left out by the data."""
+        """Whether the data may skip a module of the candidate that has parameters."""
         nodes = [self.tree.nodes.get(name) for name in self.calls.conditional]
         return any(node is not None and node.keys and candidate.contains(node) for node in nodes)
 
@@ -608,7 +608,7 @@ class Draft:
         )
 
     def _outer_modules(self, groups: list[Group]) -> tuple[str, ...]:
-        """Callable modules around or beside the groups that use the root's parameters."""
+        """Return callable modules outside the groups that use the root's parameters."""
         names = {parameter.fqn for group in groups if group.kind == "root" for parameter in group.parameters}
         root_keys = {key for key, tensor in enumerate(self.tensors) if tensor.names[0] in names}
         found: list[str] = []

@@ -1,7 +1,7 @@
-"""Where a block can be divided: pairs of linear layers, and modules that work on each position by itself.
+"""Regions of a block that can be split: pairs of linear layers, and modules that process each position independently.
 
-A region is everything between linear layers whose outputs meet in other linear layers. It is found by following data
-through the code of a block, never by names.
+A region is the code between linear layers whose outputs are combined in other linear layers. It is found by data flow
+analysis of a block's code, never by names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ELEMENTWISE = {
     "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softsign", "swish", "tanh",
     *(name for name in dir(nn.modules.activation) if "max" not in name and name not in ("GLU", "MultiheadAttention")),
 }  # fmt: skip
-"""Operations on each element by itself."""
+"""Elementwise operations."""
 _RESHAPING = {"view", "reshape", "unflatten"}
 _HEADWISE = _ELEMENTWISE | _RESHAPING | {
     "[]", "[number]", "a function that cannot be read", "arange", "baddbmm", "bmm", "cat", "chunk", "einsum", "expand",
@@ -33,16 +33,16 @@ _HEADWISE = _ELEMENTWISE | _RESHAPING | {
     "repeat_interleave", "scaled_dot_product_attention", "softmax", "Softmax", "split", "squeeze", "stack", "swapaxes",
     "T", "transpose", "tril", "unbind", "unsqueeze", "update", "view_as",
 }  # fmt: skip
-"""Operations that attention is made of: once features are split into heads, they work on each head by itself."""
+"""Operations of attention, which process each head independently once features are split into heads."""
 _ON_PARTS = _ELEMENTWISE | {"[number]"}
-"""Operations that a part of the sequence can go through; the last takes an item of a tuple."""
+"""Operations that can process a part of the sequence; the last one indexes a tuple."""
 
 Sources = Mapping[str, dict[Source, set[Operation]]]
-"""Module, by FQN: where its input comes from, and by which operations."""
+"""Maps the FQN of a module to the sources of its input and the operations on each."""
 
 
 def by_source(trail: Trail) -> dict[Source, set[Operation]]:
-    """The sources of a value, each with the operations on the way."""
+    """Return the sources of a value, each with the operations applied to it."""
     found: dict[Source, set[Operation]] = defaultdict(set)
     for source, operation in trail:
         found[source] |= {operation} if operation is not None else set()
@@ -50,13 +50,13 @@ def by_source(trail: Trail) -> dict[Source, set[Operation]]:
 
 
 def computes_linear(module: nn.Module) -> bool:
-    """Whether the module's forward is that of a linear layer; the weight of transformers' Conv1D is transposed."""
+    """Whether the module computes a linear layer, including transformers' Conv1D with its transposed weight."""
     is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return is_plain or f"{type(module).__module__}.{type(module).__name__}" == "transformers.pytorch_utils.Conv1D"
 
 
 def called_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers of a model that code can call, by FQN."""
+    """Yield the linear layers of a model that its code can call, with their FQNs."""
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
             if (computes_linear(child) or isinstance(child, nn.Linear)) and not is_opaque(module):
@@ -64,7 +64,7 @@ def called_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def layer_sizes(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
+    """Number of inputs and outputs of a linear layer."""
     return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
 
 
@@ -75,41 +75,41 @@ def is_linear(module: Any) -> bool:
 
 @dataclass(slots=True)
 class Region:
-    """Linear layers whose outputs meet in others, without another module with matrices between them."""
+    """Linear layers and the layers that combine their outputs, without another module with matrices in between."""
 
     given: dict[str, set[Operation]] = field(default_factory=lambda: defaultdict(set))
-    """The first layers, each with the operations on its output."""
+    """First layers, each with the operations on its output."""
     takers: list[str] = field(default_factory=list)
-    """The layers that take the result."""
+    """Last layers, which take the result."""
     inside: list[str] = field(default_factory=list)
-    """Modules between them, with vectors of the size of a head: norms of queries and keys."""
+    """Modules in between with vectors of head size: norms of queries and keys."""
     biases: dict[str, set[Operation]] = field(default_factory=lambda: defaultdict(set))
-    """Embeddings whose output is used between them: a relative position bias has a column for each head."""
+    """Embeddings whose output is used in between: a relative position bias has a column per head."""
     foreign: set[Source] = field(default_factory=set)
-    """Arguments and parameters that are used between them."""
+    """Arguments and parameters that are used in between."""
     heads: dict[str, int] = field(default_factory=dict)
-    """Number of heads of each of the first layers; empty where there are none."""
+    """Number of heads of each first layer; empty without heads."""
     why_whole: str = ""
-    """Why what is between them must see all features."""
+    """Why the code in between needs all features; empty if it does not."""
 
     @property
     def layers(self) -> list[str]:
-        """The layers that are divided together."""
+        """All linear layers of the region, which are split together."""
         return [*self.given, *self.biases, *self.takers]
 
     @property
     def owner(self) -> str:
-        """The innermost module around all of them."""
+        """FQN of the innermost module around all layers."""
         names = [*self.layers, *self.inside]
         return next(name for name in enclosing(self.takers[0]) if all(is_within(each, name) for each in names))
 
     @property
     def reshapes(self) -> list[Operation]:
-        """The operations that split features into heads, or join them."""
+        """Operations that split features into heads or merge them."""
         return [each for operations in self.given.values() for each in operations if each.name in _RESHAPING]
 
     def styles(self) -> dict[str, str]:
-        """What is done to each module of it."""
+        """Style of each module of the region."""
         if self.why_whole:
             whole = dict.fromkeys(self.given, "colwise_gather_output")
             return whole | dict.fromkeys(self.takers, "rowwise_split_input")
@@ -117,7 +117,7 @@ class Region:
         return parts | dict.fromkeys(self.takers, "rowwise")
 
     def add(self, other: Region) -> None:
-        """Join a region that shares layers with this one."""
+        """Merge a region that shares layers with this one."""
         self.takers += other.takers
         self.inside += [each for each in other.inside if each not in self.inside]
         self.foreign |= other.foreign
@@ -127,11 +127,11 @@ class Region:
 
 
 def find_regions(flow: DataFlow, modules: Mapping[str, Any]) -> list[Region]:
-    """The regions in what was read of a block.
+    """Return the regions of a block.
 
     Args:
-        flow: Of the block.
-        modules: Of the model, in its order.
+        flow: Data flow of the block.
+        modules: Modules of the model by FQN, in its order.
     """
     sources = {name: by_source(trail) for name, trail in flow.inputs.items()}
     regions: list[Region] = []
@@ -149,7 +149,7 @@ def find_regions(flow: DataFlow, modules: Mapping[str, Any]) -> list[Region]:
 
 
 def _trace_back(taker: str, sources: Sources, modules: Mapping[str, Any]) -> Region | None:
-    """The layers that a layer's input comes from; None where something else makes a part of it."""
+    """Return the region that ends in a layer; None if another module computes a part of its input."""
     region = Region(takers=[taker])
     for source, operations in sources[taker].items():
         if source.kind != "module":
@@ -168,7 +168,7 @@ def _trace_back(taker: str, sources: Sources, modules: Mapping[str, Any]) -> Reg
 
 
 def _is_headwise(name: str, sources: Sources, modules: Mapping[str, Any]) -> bool:
-    """Whether a module has vectors of the size of a head only, and is given heads."""
+    """Whether a module has only vectors of head size, and its inputs are heads."""
     sizes = {tuple(parameter.shape) for parameter in modules[name].parameters()}
     for source, operations in sources.get(name, {}).items():
         if source.kind != "module" or not is_linear(layer := modules[source.name]):
@@ -181,7 +181,7 @@ def _is_headwise(name: str, sources: Sources, modules: Mapping[str, Any]) -> boo
 
 
 def head_count(features: int, operations: Iterable[Operation]) -> int | None:
-    """Into how many heads features are split, by the sizes in the code; None where that is not clear."""
+    """Return the number of heads that features are split into, by the sizes in the code; None if ambiguous."""
     found = set()
     for name, sizes, _ in operations:
         last, before = (sizes[-1], sizes[-2]) if name in _RESHAPING and len(sizes) > 1 else (0, None)
@@ -193,7 +193,7 @@ def head_count(features: int, operations: Iterable[Operation]) -> int | None:
 
 
 def _why_whole(region: Region, sources: Sources, flow: DataFlow, modules: Mapping[str, Any]) -> str:
-    """Why what is between the layers cannot work on parts of the features; empty where it can. Finds the heads."""
+    """Return why the code between the layers cannot process parts of the features; empty if it can. Sets `heads`."""
     features = {name: layer_sizes(modules[name])[1] for name in region.given}
     inputs = {layer_sizes(modules[name])[0] for name in region.takers}
     widest, first = max((size, name) for name, size in features.items())
@@ -226,17 +226,17 @@ def short(name: str) -> str:
 
 
 class SequenceRegions:
-    """Which modules of a block work on a part of the sequence, and which get all of it.
+    """Modules of a block that process a part of the sequence, and modules that need the full sequence.
 
-    Norms, and the code that adds to the residual, work on parts. A module in which layers are divided, and any other,
-    gathers its input and splits its output again.
+    Norms and residual additions process parts. All other modules, such as those with split layers, gather their input
+    and split their output.
 
     Args:
-        flow: Of the block.
-        block: Its FQN.
-        regions: Of the model.
-        modules: Of the model.
-        styles: Of its modules.
+        flow: Data flow of the block.
+        block: FQN of the block.
+        regions: Regions of the model.
+        modules: Modules of the model by FQN.
+        styles: Styles of its modules.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class SequenceRegions:
         styles: Mapping[str, str],
     ) -> None:
         self.more: dict[str, list[str]] = defaultdict(list)
-        """What modules do besides."""
+        """Additional styles of modules."""
         regions = [region for region in regions if is_within(region.takers[0], block)]
         self._given = {name for region in regions for name in region.given}
         self._between = self._given.union(*((*region.biases, *region.inside) for region in regions))
@@ -269,7 +269,7 @@ class SequenceRegions:
             self._lay_out(part, layers)
 
     def _find_problem(self, flow: DataFlow) -> str:
-        """What the code does that a part of the sequence would change; empty if nothing."""
+        """Return why the code gives another result on a part of the sequence; empty if it does not."""
         for name in sorted(self._on_parts):
             if flow.sizes_read.get(name):
                 return f"{name} reads the length of its input"
@@ -281,7 +281,7 @@ class SequenceRegions:
         return ""
 
     def _lay_out(self, part: str, layers: list[str]) -> None:
-        """What a module does to get the whole sequence, and to give back a part of it."""
+        """Choose how a module gathers the full sequence and returns a part of it."""
         steps = [(source.name, done) for source, done in self._steps if source.name in layers]
         ends = {name for name, _ in steps} - self._between
         within = {

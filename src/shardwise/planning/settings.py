@@ -20,7 +20,7 @@ BF16_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The dtype parameters are gathered in; None is the dtype they are stored in."""
+    """Dtype of unsharded parameters; None is the storage dtype."""
 
     dtype: str | None
     reason: str
@@ -30,10 +30,10 @@ class Compute:
 def choose_compute(
     precision: PrecisionConfig, device: str, capability: tuple[int, int] | None, storage: Sequence[str]
 ) -> Compute:
-    """The compute dtype for a model whose trainable parameters are stored in `storage` dtypes.
+    """Choose the compute dtype of a model with trainable parameters of these `storage` dtypes.
 
     Args:
-        precision: What the user asked for.
+        precision: Precision settings.
         device: Device type of the mesh.
         capability: CUDA compute capability, None for other devices.
         storage: Dtypes of the floating-point parameters.
@@ -55,9 +55,9 @@ def choose_compute(
 
 
 def choose_reduce(precision: PrecisionConfig, storage: Sequence[str]) -> str | None:
-    """The dtype gradients are summed in: 32 bits, because 16 lose small contributions of many ranks."""
+    """Choose the dtype for gradient reduction: 32 bits, because 16 bits lose small contributions of many ranks."""
     if precision.reduce_dtype == "storage":
-        return None  # FSDP2 sums gradients in the dtype they come in
+        return None  # FSDP2 reduces gradients in their own dtype
     if precision.reduce_dtype != "auto":
         return precision.reduce_dtype
     if storage and all(dtype not in FLOATING for dtype in storage):
@@ -66,7 +66,7 @@ def choose_reduce(precision: PrecisionConfig, storage: Sequence[str]) -> str | N
 
 
 def majority(dtypes: Sequence[tuple[str, int]]) -> str:
-    """The dtype that holds most elements, among `(dtype, numel)` pairs; ties go to the wider."""
+    """Return the dtype with the most elements among `(dtype, numel)` pairs; the wider one in a tie."""
     counts: Counter[str] = Counter()
     for dtype, numel in dtypes:
         counts[dtype] += numel
@@ -74,27 +74,27 @@ def majority(dtypes: Sequence[tuple[str, int]]) -> str:
 
 
 def widest(dtypes: Sequence[str]) -> str:
-    """The dtype that can hold all the others."""
+    """Return the narrowest dtype that can represent all of these."""
     if set(dtypes) == set(SIXTEEN_BIT):
         return "float32"
     return max(dtypes, key=lambda dtype: DTYPE_BYTES.get(dtype, 0))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` as `float32`."""
+    """Return the name of a dtype, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def group_settings(
     config: ShardConfig, overrides: Iterable[GroupOverride], compute: Compute, storage: Sequence[str], *, is_root: bool
 ) -> dict[str, Any]:
-    """Fields of `Group` for a group whose trainable parameters are stored in `storage` dtypes.
+    """Return fields of `Group` for a group with trainable parameters of these `storage` dtypes.
 
     `forward_prefetch` and `backward_prefetch` are numbers of groups.
     """
     reshard = config.reshard_after_forward
     if is_root and (reshard is None or not isinstance(reshard, bool)):
-        reshard = False  # an int keeps a smaller sharding until backward; the root is needed right at its start
+        reshard = False  # an int keeps parameters on fewer ranks until backward, but backward starts with the root
     settings: dict[str, Any] = {
         "param_dtype": compute.dtype,
         "reduce_dtype": choose_reduce(config.precision, storage),
@@ -116,7 +116,7 @@ def group_settings(
 
 
 def check_config(config: ShardConfig, axes: dict[str, int]) -> None:
-    """Refuse settings that cannot hold on this mesh.
+    """Raise for settings that this mesh does not support.
 
     Raises:
         PlanError: An int `reshard_after_forward` that does not divide the shard axis, or with a tensor axis.

@@ -26,20 +26,20 @@ class StagePlan:
 
     @property
     def is_first(self) -> bool:
-        """Whether it gets tokens."""
+        """Whether its input is the tokens."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it makes the loss."""
+        """Whether it computes the loss."""
         return self.index == self.num_stages - 1
 
 
 def refuse_tensor_axis(sizes: Mapping[str, int]) -> None:
-    """Raise where a mesh has both a pipeline and a tensor axis.
+    """Raise if a mesh has both a pipeline and a tensor axis.
 
     Raises:
-        PlanError: It has.
+        PlanError: The mesh has both.
     """
     if sizes.get("pipeline", 1) > 1 and sizes.get("tensor", 1) > 1:
         raise PlanError(
@@ -53,13 +53,13 @@ def refuse_tensor_axis(sizes: Mapping[str, int]) -> None:
 def plan_stages(
     model: nn.Module, blocks: Mapping[str, nn.Module], num_stages: int, run: Callable[[Any], object], inputs: Any
 ) -> list[StagePlan]:
-    """Divide the blocks evenly; earlier stages get one more where their number does not divide.
+    """Distribute the blocks evenly over stages; earlier stages get one more if the number is uneven.
 
     Args:
         model: The whole model.
         blocks: FQN to module, in the order in which they run.
-        num_stages: Over all ranks.
-        run: Calls the model with a micro-batch, as the loss does.
+        num_stages: Number of stages, over all ranks.
+        run: Function that calls the model with a micro-batch, as the loss does.
         inputs: The micro-batch.
 
     Raises:
@@ -97,7 +97,7 @@ def plan_stages(
 
 
 class _FirstBlock(Exception):
-    """The first block is about to run."""
+    """Stops the forward at its first block."""
 
 
 def units_before(
@@ -107,10 +107,10 @@ def units_before(
     run: Callable[[Any], object],
     inputs: Any,
 ) -> list[str]:
-    """Those of the other modules with parameters that run before the first block, seen on fake tensors.
+    """Return the other modules with parameters that run before the first block on fake tensors.
 
     Raises:
-        PlanError: A block gets more from them than its hidden states, or the model cannot be run on fake tensors.
+        PlanError: A block needs more outputs than its hidden states, or the model does not run on fake tensors.
     """
     called: list[str] = []
     first = next(iter(blocks))
@@ -146,7 +146,7 @@ def units_before(
 
 
 def other_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The outermost modules with parameters that contain no block and are in none: embeddings, norms, the head."""
+    """Return the outermost modules with parameters that neither contain a block nor are in one, such as embeddings."""
     held = {id(inner) for block in blocks.values() for inner in block.modules()}
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -158,7 +158,7 @@ def other_units(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
 
 
 def not_a_sequence(name: str, what: str) -> PlanError:
-    """The error for a model that cannot be divided."""
+    """Return the error for a model that cannot be split into stages."""
     return PlanError(
         f"{name} {what}",
         where=name,

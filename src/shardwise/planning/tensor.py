@@ -1,8 +1,8 @@
-"""Which modules are divided over the tensor axis of the mesh, how, and why the others are not.
+"""Tensor parallel styles of modules, with reasons, and why other modules are not split.
 
-Linear layers are divided in pairs: the first by its outputs (`colwise`), the second by its inputs (`rowwise`), so that
-a rank computes its own features, or heads, from one to the other. Where the code between them needs more than that, the
-first gathers its output and the second takes its part of it again, which is right whatever happens between.
+Linear layers are split in pairs: the first by its outputs (`colwise`), the second by its inputs (`rowwise`), so that
+a rank computes its own features, or heads, between the two. If the code between them needs all features, the first
+gathers its output and the second takes its part of its input, which is correct for any code in between.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STYLES = {
     "experts": "divided by experts; every rank has all tokens",
     "off": "left as it is",
 }
-"""What can be done to a module, by the names in `tensor.plan`."""
+"""Styles, by their names in `tensor.plan`."""
 SHARD_DIMS = {
     "colwise": {"weight": 0, "bias": 0},
     "colwise_gather_output": {"weight": 0, "bias": 0},
@@ -52,18 +52,18 @@ SHARD_DIMS = {
     "rowwise_split_input": {"weight": 1},
     "embedding": {"weight": 0},
 }
-"""Dimension of each parameter that a style divides; the others are whole on every rank."""
+"""Split dimension of each parameter by style; other parameters are replicated."""
 _TRANSFORMERS = {
     **{style: style for style in ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")},
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "replicate",
     "moe_tp_experts": "experts",
 }
-"""transformers' names of styles."""
+"""Styles by transformers' names."""
 DIVIDED = "divided already"
-"""What the plan says of a module that the user has divided."""
+"""Entry of a module that the user has split."""
 VERIFY = "verify"
-"""What the plan says of the model where the first forward is compared with one on whole tensors."""
+"""Entry of a model whose first forward is compared with one on unsharded tensors."""
 
 
 def choose_tensor(
@@ -73,15 +73,15 @@ def choose_tensor(
 
     Args:
         model: Any module.
-        config: What the user asked for.
-        tree: Of the model.
-        calls: Of the model.
+        config: Tensor parallel settings.
+        tree: Module tree of the model.
+        calls: Calls between its modules.
         blocks: FQNs of its repeated blocks.
-        num_ranks: Of the tensor axis.
+        num_ranks: Number of ranks of the tensor axis.
 
     Raises:
-        PlanError: There is nothing to divide, sizes do not divide, the styles that were asked for do not fit, or layers
-            have adapters.
+        PlanError: There is nothing to split, sizes are not divisible, requested styles do not fit, or layers have
+            adapters.
     """
     if adapted := next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None):
         raise PlanError(
@@ -105,7 +105,7 @@ def choose_tensor(
 def tensor_splits(
     entries: Iterable[ParallelModule], modules: Mapping[str, nn.Module], num_ranks: int
 ) -> dict[str, tuple[tuple[str, int, int], ...]]:
-    """The parameters that are divided, by FQN, as in `PlannedParameter.splits`."""
+    """Return the splits of parameters by FQN, as in `PlannedParameter.splits`."""
     found = {}
     for entry in entries:
         module, style = modules[entry.fqn], entry.how.partition(",")[0]
@@ -125,7 +125,7 @@ def tensor_splits(
 
 
 class TensorChoice:
-    """The styles of a model's modules, in the making; see `choose_tensor`."""
+    """State of `choose_tensor`: the styles chosen so far."""
 
     def __init__(
         self, model: nn.Module, config: TensorConfig, tree: Tree, calls: Calls, blocks: Iterable[str], num_ranks: int
@@ -136,9 +136,9 @@ class TensorChoice:
         self.owners = tree.owners()
         self.styles: dict[str, str] = {}
         self.more: dict[str, list[str]] = defaultdict(list)
-        """What else is done to a module, beside its style."""
+        """Additional styles of a module."""
         self.reasons: dict[str, str] = {}
-        """Of styles, and why other modules are left as they are."""
+        """Reasons for styles, and for modules without one."""
         self.heads: list[str] = []
         """Output matrices."""
         places, blocks = Places(model), [self.modules[name] for name in self.blocks]
@@ -150,7 +150,7 @@ class TensorChoice:
         self.regions = [region for flow in flows for region in find_regions(flow, self.modules)]
 
     def divide_pairs(self) -> None:
-        """Split linear layers in pairs, if the code allows it."""
+        """Split linear layers in pairs where the code allows it."""
         for region in self.regions:
             problem = next((why for name in region.layers if (why := self._why_not(name))), "")
             if not problem and not region.why_whole and self._local_heads(region) is None:
@@ -163,7 +163,7 @@ class TensorChoice:
             self.styles |= region.styles() if not problem else {}
 
     def _local_heads(self, region: Region) -> dict[str, list[str]] | None:
-        """What modules must do so that their code sees this rank's heads; None where it cannot."""
+        """Return the additional styles for code that reads the number of heads; None if none would work."""
         numbers, more = set(region.heads.values()), defaultdict(list)
         between = {outer for name in region.layers for outer in enclosing(name) if is_within(outer, region.owner)}
         found = {name: size_attributes(self.modules[name], numbers) for name in sorted(between)}
@@ -197,14 +197,14 @@ class TensorChoice:
         self._leave_tied()
 
     def _leave_tied(self) -> None:
-        """Leave modules as they are whose weight is that of another that is."""
+        """Leave a module unsplit if its weight is tied to that of an unsplit module."""
         while (found := self._half_divided()) is not None:
             name, whole = found
             del self.styles[name]
             self.reasons[name] = f"tied to {whole}, which is left as it is"
 
     def _half_divided(self) -> tuple[str, str] | None:
-        """A module that is divided, and one of the same weight that is not."""
+        """Return a split module and an unsplit one with the same weight, if any."""
         for names in ([node.fqn for node in nodes] for nodes in self.owners.values()):
             divided = [name for name in names if name in self.styles]
             if divided and len(divided) < len(names):
@@ -212,7 +212,7 @@ class TensorChoice:
         return None
 
     def divide_logits(self) -> None:
-        """Keep logits divided up to the loss, where that is asked for or the model computes it itself."""
+        """Keep logits split up to the loss, if requested or if the model computes its loss itself."""
         wanted = self.config.loss_parallel
         in_loss = {source for flow in self.outside for source in by_source(flow.in_loss)}
         used = {
@@ -225,7 +225,7 @@ class TensorChoice:
                 self.reasons[name] += "; the loss is computed of divided logits"
 
     def divide_experts(self) -> None:
-        """Give each rank some of the experts of each layer."""
+        """Split the experts of each layer over the ranks."""
         for node in self.tree.root.walk():
             if looks_like_experts(node) and not isinstance(node.module, nn.ModuleList):
                 num_experts, problem = num_experts_of(node), why_not_divided(node, self.tree, self.calls)
@@ -239,7 +239,7 @@ class TensorChoice:
         return any(is_within(name, block) for block in self.blocks)
 
     def _why_not(self, name: str, *, tied: bool = False) -> str:
-        """Why no style may be given to a module; empty where one may."""
+        """Return why a module can have no style; empty if it can."""
         node = self.tree.nodes[name]
         parameters = [key for key, parameter in node.module._parameters.items() if parameter is not None]
         if len(node.own) != len(parameters):
@@ -250,7 +250,7 @@ class TensorChoice:
         return "other code reads its weight" if is_read else ""
 
     def take_plan_of_model(self) -> None:
-        """Take the plan that the model's class brings along (`tensor_plan`), or transformers' own."""
+        """Apply the plan of the model's class (`tensor_plan`), or the plan of transformers."""
         ready = getattr(self.model, "tensor_plan", None)
         named = getattr(self.model, "tp_plan", None) or getattr(self.model, "_tp_plan", None)
         if isinstance(ready, Mapping):
@@ -259,7 +259,7 @@ class TensorChoice:
             return
         fits = [(name_matcher(pattern), _TRANSFORMERS.get(style, "")) for pattern, style in named.items()]
         found = {name: style for fit, style in fits for name in self.modules if fit(name)}
-        for region in self.regions:  # a pair of which a style has no translation is divided as its code allows
+        for region in self.regions:  # a pair with an untranslated style is split as its code allows
             if any(not found.get(name) or name not in self.styles for name in (*region.given, *region.takers)):
                 found = {name: style for name, style in found.items() if name not in region.styles()}
         for name, style in found.items():
@@ -270,7 +270,7 @@ class TensorChoice:
         self._leave_tied()
 
     def take_plan(self, plan: Mapping[str, str], reason: str, *, is_required: bool) -> None:
-        """Take the styles of modules by patterns; the last pattern that matches a module wins.
+        """Set styles of modules by patterns; the last matching pattern wins.
 
         Raises:
             PlanError: A pattern that is required matches nothing, or the style is unknown or does not fit the module.
@@ -295,7 +295,7 @@ class TensorChoice:
                     self.reasons[inner.fqn] = reason
 
     def _misfit(self, name: str, style: str) -> str:
-        """Why a module cannot have a style; empty where it can."""
+        """Return why a module cannot have a style; empty if it can."""
         module = self.modules[name]
         is_table = type(module).forward is nn.Embedding.forward
         if style == "experts":
@@ -310,7 +310,7 @@ class TensorChoice:
         return self._why_not(name, tied=style in ("embedding", "colwise_gather_output"))
 
     def check(self) -> None:
-        """Raise unless styles fit each other and all sizes divide.
+        """Raise unless styles are compatible and all sizes are divisible.
 
         Raises:
             PlanError: With the module, and the nearest size of the axis that works.
@@ -350,14 +350,14 @@ class TensorChoice:
             )
 
     def _off(self, name: str) -> str:
-        """What to type so that a layer, and those that go with it, is left as it is."""
+        """Return the setting that leaves a layer and its related layers unsplit."""
         region = next((each for each in self.regions if name in each.layers), Region(takers=[name]))
         names = [region.owner] if region.owner not in ("", *self.blocks) and region.given else region.layers
         patterns = dict.fromkeys(re.sub(r"\b\d+\b", "*", each) for each in names)
         return "tensor.plan = {" + ", ".join(f'"{pattern}": "off"' for pattern in patterns) + "}"
 
     def _size(self, name: str, style: str) -> int:
-        """What a style divides of a module."""
+        """Return the size of a module that a style splits."""
         module = self.modules[name]
         if style == "experts":
             return num_experts_of(self.tree.nodes[name])
@@ -376,10 +376,10 @@ class TensorChoice:
         )
 
     def divide_sequences(self) -> None:
-        """Let norms and residuals of blocks work on parts of sequences, where that is asked for and the code allows.
+        """Split the sequences of norms and residuals in blocks, if requested and the code allows it.
 
         Raises:
-            PlanError: `tensor.sequence` is true, and no block can.
+            PlanError: `tensor.sequence` is true, but no block supports it.
         """
         asked = [name for name, style in self.styles.items() if style == "sequence"]
         wanted = self.config.sequence is True or (self.config.sequence == "auto" and bool(asked))
@@ -412,13 +412,13 @@ class TensorChoice:
         self.reasons = problems | self.reasons
 
     def _between(self, names: list[str]) -> str:
-        """What happens to the output of one block before the next gets it, if anything."""
+        """Return the operations on the output of one block before the next block, if any."""
         steps = (step for flow in self.outside for name in names for step in flow.inputs.get(name, ()))
         found = [done.name for source, done in steps if source.name in names and done is not None]
         return next((f"between blocks there is {name!r}" for name in found if name != "[number]"), "")
 
     def entries(self) -> tuple[ParallelModule, ...]:
-        """What was chosen, in the model's order."""
+        """Return the chosen entries, in the model's order."""
         for region in self.regions:
             if all(self.styles.get(name) == "rowwise" for name in region.takers):
                 for name, what in (self._local_heads(region) or {}).items():

@@ -21,16 +21,16 @@ from shardwise.planning.source.functions import underlying
 def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
     """Run `model` once on fake tensors and report how its modules were entered.
 
-    Nothing is computed and nothing of the model changes: parameters, buffers, hooks, attributes, training
-    mode and random state are as before, also after an error.
+    Nothing is computed, and the model does not change: parameters, buffers, hooks, attributes, training
+    mode and random state are restored, also after an error.
 
     Args:
-        model: On any device; meta parameters are taken to live where the inputs do.
+        model: On any device; meta parameters count as on the device of the inputs.
         example_inputs: A tuple of positional arguments, a dict of keyword arguments, or the only argument.
 
     Returns:
-        The facts of this one run. `complete` is False when the forward could not be run to its end on fake
-        tensors (it looks at the data, say); `notes` then says why.
+        The facts of this one run. `complete` is False if the forward could not finish on fake tensors, for
+        example because it reads data; `notes` then says why.
     """
     if not has_forward(model):
         return Calls(complete=False, notes=(f"tracing: {type(model).__name__} has no forward",))
@@ -53,7 +53,7 @@ def trace_calls(model: nn.Module, example_inputs: Any) -> Calls:
 
 @contextmanager
 def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[tuple[Any, dict[int, nn.Parameter]]]:
-    """Give the model fake parameters and buffers inside; the model is as before afterwards.
+    """Swap parameters and buffers for fake ones in the context; restore the model on exit.
 
     Yields:
         The inputs as fake tensors, and the real parameters by the identity of the fake ones.
@@ -65,7 +65,7 @@ def on_fake_tensors(model: nn.Module, inputs: Any) -> Iterator[tuple[Any, dict[i
 
 
 def innermost_module(trace: types.TracebackType | None, model: nn.Module) -> str | None:
-    """The name of the deepest module of the model whose method was running; None where there is none."""
+    """Return the name of the innermost module of the model in a traceback, or None."""
     names = {id(module): name for name, module in model.named_modules()}
     found = None
     while trace is not None:
@@ -78,9 +78,9 @@ def innermost_module(trace: types.TracebackType | None, model: nn.Module) -> str
 
 @contextmanager
 def _preserved(model: nn.Module) -> Iterator[None]:
-    """Restore every attribute of every module, and the random state, however the block ends."""
+    """Restore all attributes of all modules, and the random state, also after an error."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    # The modules' own lists, dictionaries and sets, hooks and parameter tables among them.
+    # Lists, dictionaries and sets of the modules, including hooks and parameter tables.
     held = [value for _, attributes in before for value in attributes.values()]
     before += [(value, value.copy()) for value in held if type(value) in (list, dict, set, OrderedDict)]
     try:
@@ -94,7 +94,7 @@ def _preserved(model: nn.Module) -> Iterator[None]:
 
 
 def _running_methods(places: Places, entered: nn.Module | None) -> list[tuple[nn.Module, str]]:
-    """Methods running inside the call of `entered`, outermost first, each module once in a row."""
+    """Return the methods running in the call of `entered`, outermost first, without consecutive repeats of a module."""
     found: list[tuple[nn.Module, str]] = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -112,7 +112,7 @@ def _running_methods(places: Places, entered: nn.Module | None) -> list[tuple[nn
 
 
 def _is_method(module: nn.Module, code: types.CodeType) -> bool:
-    """Whether the code is of a method that the model's author, not torch, gave the module."""
+    """Whether the code is a method of the module that is not torch's."""
     mro = type(module).__mro__
     functions = [underlying(vars(cls).get(code.co_name))[0] for cls in mro[: mro.index(nn.Module)]]
     return any(function is not None and function.__code__ is code for function in functions)
@@ -132,19 +132,19 @@ _SHAPE_ONLY = (
 
 
 class _Watch:
-    """What is seen during the run."""
+    """Records the calls and parameter uses of the run."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
         self.parameters: dict[int, nn.Parameter] = {}
-        """Identity of a fake parameter to the real one."""
+        """Maps the identity of a fake parameter to the real one."""
         self.entered: list[nn.Module] = []
         self.counts: Counter[str] = Counter()
         self.uses: dict[Use, None] = {}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hooks on every module and an eye on every operator, for as long as the run takes."""
+        """Hook every module and watch every operator in the context."""
         with ExitStack() as stack:
             for module in self.places.root.modules():
                 if not isinstance(module, torch.jit.ScriptModule):
@@ -160,12 +160,12 @@ class _Watch:
         self.entered.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self.entered:  # an error below may have skipped the inner ones
+        if module in self.entered:  # an error may have skipped the hooks of inner modules
             while self.entered.pop() is not module:
                 pass
 
     def _chain(self) -> tuple[nn.Module, ...]:
-        """Everything whose code is running, the innermost last; methods entered directly are noted."""
+        """Return the modules whose code is running, the innermost last; record methods entered directly."""
         inner = _running_methods(self.places, self.entered[-1] if self.entered else None)
         for module, name in inner:
             if not any(module is one for one in self.entered):
@@ -185,13 +185,13 @@ class _Watch:
                 continue
             chain = self._chain()
             if not owners & set(map(id, chain)):
-                # Whose code chose to use the parameter: not torch's Dropout that it was handed to.
+                # The module whose code uses the parameter, not torch's Dropout that receives it.
                 written = [module for module in chain if not type(module).__module__.startswith("torch.nn.")]
                 reader = self._names(tuple(written or chain)[-1:])
                 self.uses[Use("read", reader, self.places.parameter_name(parameter))] = None
 
     def calls(self) -> Calls:
-        """What was seen."""
+        """Return the recorded calls."""
         again = [name for name, count in self.counts.items() if count > 1]
         repeated = frozenset(name for name in again if has_parameters(self.places.modules[name]))
         return collect_uses(self.places, ((use, True) for use in self.uses), Calls(), repeated=repeated)
@@ -201,7 +201,7 @@ Fake = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _faker(model: nn.Module, inputs: Any, mode: Any) -> Fake:
-    """A function that gives each tensor one stand-in; those of meta tensors live where the inputs do."""
+    """Return a function that maps each tensor to one fake tensor; meta tensors get the device of the inputs."""
     tensors = (*find_tensors(inputs), *model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     made: dict[int, torch.Tensor] = {}

@@ -187,9 +187,9 @@ def test_a_scripted_module_is_refused_by_name():
         plan(model)
 
 
-def test_an_embedding_that_renormalises_rows_is_refused_by_name():
+def test_an_embedding_that_renormalizes_rows_is_refused_by_name():
     model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 2))
-    with pytest.raises(PlanError, match=r"0 \(Embedding\) renormalises the rows") as caught:
+    with pytest.raises(PlanError, match=r"0 \(Embedding\) renormalizes the rows") as caught:
         plan(model)
     assert "0.weight.renorm_(2.0, 0, 1.0)" in str(caught.value)
     model[0].requires_grad_(False)

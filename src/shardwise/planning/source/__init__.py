@@ -1,3 +1,3 @@
-"""Read a model's source: a small interpreter that follows modules, not numbers. `facts.read_calls` is its door."""
+"""Analyze a model's source: a small interpreter that tracks modules, not numbers. Entry point: `facts.read_calls`."""
 
-from shardwise.planning.source import statements as statements  # fills the table of the syntax nodes that frames read
+from shardwise.planning.source import statements as statements  # registers the handlers of syntax nodes

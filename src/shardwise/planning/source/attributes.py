@@ -1,4 +1,4 @@
-"""Attributes, containers, truth values and tensors, as far as source tells."""
+"""Evaluation of attributes, containers, truth values and tensors."""
 
 import ast
 import functools
@@ -37,12 +37,12 @@ def load(value: Value, name: str, frame: Frame) -> Value:
 
 
 def has_attribute(thing: Any, name: str) -> bool:
-    """`hasattr`, as far as it can be told without running code."""
+    """`hasattr`, without running code."""
     return _own(thing, name) is not _MISSING or inspect.getattr_static(thing, name, _MISSING) is not _MISSING
 
 
 def wrap(thing: Any) -> Value:
-    """A real object as a value; tensors are data, everything else is plain."""
+    """Return a real object as a value; tensors are data, all others plain."""
     value = v.known(thing)
     return value.replace(source=Origin.TENSOR) if isinstance(thing, torch.Tensor) else value
 
@@ -87,7 +87,7 @@ def load_from(thing: Any, name: str, frame: Frame) -> Value:
     if isinstance(on_class, property) and is_module and (computed := _computed_from(thing, name)) is not None:
         return computed
     if own is not _MISSING and not isinstance(on_class, property):
-        if is_module and isinstance(own, bool):  # a switch that training code may flip after the plan was made
+        if is_module and isinstance(own, bool):  # a flag that training code may change after planning
             return v.PLAIN
         computed = _computed_from(thing, name) if is_module and isinstance(own, torch.Tensor) else None
         return wrap(own) if computed is None else computed
@@ -96,12 +96,12 @@ def load_from(thing: Any, name: str, frame: Frame) -> Value:
     fallback = inspect.getattr_static(type(thing), "__getattr__", None)
     if fallback is not None and fallback is not nn.Module.__getattr__ and name != "__getattr__":
         return result_of(fallback, thing, [v.known(name)], frame)
-    # Set by the model's own code as it runs, or in a branch that this model never takes.
+    # The model's code sets it at run time, or uses it in a branch that this model never takes.
     return Value(frozenset({v.Missing()}), may_be_unknown=True, source=Origin.ARGUMENT)
 
 
 def _own(thing: Any, name: str) -> Any:
-    """What the object itself, not its class, has under a name."""
+    """Return an attribute of the object itself, not of its class."""
     try:
         names = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -112,7 +112,7 @@ def _own(thing: Any, name: str) -> Any:
 
 
 def _computed_from(module: nn.Module, name: str) -> Value | None:
-    """The parameters from which a parametrisation or `weight_norm` computes the tensor of this name."""
+    """Return the parameters from which a parametrization or `weight_norm` computes the tensor of this name."""
     parametrizations = module._modules.get("parametrizations")
     if parametrizations is not None and name in parametrizations._modules:
         inner = parametrizations._modules[name]
@@ -127,7 +127,7 @@ def _computed_from(module: nn.Module, name: str) -> Value | None:
 
 def _load_class_attribute(attribute: Any, name: str, receiver: v.Known, frame: Frame) -> Value:
     if isinstance(attribute, property | functools.cached_property):
-        # Whoever reads a property runs its code without entering the module: the frame keeps the reader's chain.
+        # Reading a property runs its code without entering the module: the frame keeps the reader's chain.
         getter = attribute.fget if isinstance(attribute, property) else attribute.func
         return result_of(getter, receiver.object, [], frame)
     if isinstance(attribute, staticmethod):
@@ -145,18 +145,18 @@ _MOST_ITEMS = 20_000
 
 
 class LoopItems(NamedTuple):
-    """What a loop over a value gets."""
+    """Items of a loop over a value."""
 
     element: Value
     """Any of its items."""
     items: tuple[Value, ...] | None = None
-    """All of them, where they are known."""
+    """All items, if known."""
     dynamic: bool = False
-    """The number of turns depends on the data."""
+    """Whether the number of iterations depends on the data."""
 
 
 def contents(atom: v.Atom) -> v.Sequence | v.Mapping | v.Repeated | None:
-    """What a container holds, be it written out in the code or a real one: list, dictionary or module."""
+    """Return the items of a container: a literal in the code, or a real list, dictionary or module."""
     if isinstance(atom, v.Sequence | v.Mapping | v.Repeated):
         return atom
     thing: Any = atom.object if isinstance(atom, v.Known) else None
@@ -184,7 +184,7 @@ def elements(thing: Any) -> tuple[Value, ...] | None:
 
 
 def _defines(module: nn.Module, name: str) -> bool:
-    """Whether the model's code, not torch, defines how the container behaves."""
+    """Whether the model's code, not torch, defines this method of the container."""
     function = underlying(getattr(type(module), name, None))[0]
     return function is not None and not (function.__module__ or "").startswith("torch.")
 
@@ -224,13 +224,13 @@ def item(value: Value, index: Value, frame: Frame) -> Value:
         made = v.PLAIN.replace(source=_indexed(value, index))
         found.append(frame.after("[number]" if type(index.constant()) is int else "[]", made, value))
     result = v.join(found)
-    # A name looked up by a number from the data is itself up to the data: `experts[names[best]]`.
+    # A name selected by a number from the data depends on the data: `experts[names[best]]`.
     source = max(result.source, index.source) if index.source >= Origin.TENSOR_VALUE else result.source
     return result.selected_by(value).replace(source=source)
 
 
 def _indexed(value: Value, index: Value) -> Origin:
-    """What an item of something unknown is: `x[mask]` has its own length, `x[0, 1]` must be a tensor's."""
+    """Return the origin of an item of an unknown value: `x[mask]` has a dynamic length, `x[0, 1]` implies a tensor."""
     if value.source >= Origin.TENSOR and index.source >= Origin.TENSOR_VALUE:
         return Origin.DYNAMIC
     several = any(isinstance(atom, v.Sequence) and len(atom.items) > 1 for atom in index.atoms)
@@ -247,7 +247,7 @@ def _item_of(atom: v.Atom, index: Value, frame: Frame) -> Value:
             return _chosen(v.join(by_key.values()), index) if by_key else v.PLAIN
         try:
             return by_key.get(at, v.PLAIN)
-        except TypeError:  # not a key at all
+        except TypeError:  # not hashable
             return v.PLAIN
     if isinstance(held, v.Repeated):
         return v.just(v.Repeated(held.element)) if isinstance(at, slice) else _chosen(held.element, index)
@@ -265,7 +265,7 @@ def _pick(items: tuple[Value, ...], at: Any, index: Value) -> Value:
         everything = v.join(items) if items else v.PLAIN
         if v.Known(slice) not in index.atoms:
             return _chosen(everything, index)
-        # `layers[:depth]`: which ones run is up to the data where the bound is.
+        # `layers[:depth]`: the data decide which layers run if they decide the bound.
         return v.just(v.Repeated(_chosen(everything, index) if index.source >= Origin.TENSOR else everything))
     try:
         chosen = items[at]
@@ -275,13 +275,13 @@ def _pick(items: tuple[Value, ...], at: Any, index: Value) -> Value:
 
 
 def _chosen(element: Value, index: Value) -> Value:
-    """One of several alike, chosen by an index that is not known."""
+    """Return an element selected by an unknown index."""
     data_dependent = (index.data_dependent or index.source >= Origin.ARGUMENT) and len(element.atoms) > 1
     return element.selected_by(index.replace(data_dependent=data_dependent))
 
 
 def truth(value: Value) -> bool | None:
-    """The outcome of `if value:`, or None where it depends on the run."""
+    """Return the outcome of `if value:`, or None if unknown."""
     if value.may_be_unknown or not value.atoms:
         return None
     answers = {_truth_of(atom) for atom in value.atoms}
@@ -297,7 +297,7 @@ def _truth_of(atom: v.Atom) -> bool | None:
     thing = atom.object
     if thing is None or isinstance(thing, bool | int | float | str | bytes):
         return bool(thing)
-    # Functions, classes and ordinary modules have no truth of their own, so they are true.
+    # Functions, classes and ordinary modules do not define `__bool__`, so they are true.
     is_module = isinstance(thing, nn.Module) and not hasattr(type(thing), "__len__")
     return True if is_module or isinstance(thing, type | types.FunctionType) else None
 
@@ -331,7 +331,7 @@ def _unpack(targets: list[ast.expr], value: Value, frame: Frame) -> None:
 
 
 def _assign_item(target: ast.Subscript, value: Value, frame: Frame) -> None:
-    """`blocks[i] = block` makes the list hold one more; on a tensor it is a computation."""
+    """`blocks[i] = block` adds an item to the list; on a tensor it is a computation."""
     holder = frame.evaluate(target.value)
     frame.evaluate(target.slice)
     frame.consume(value)
@@ -346,18 +346,18 @@ _CONTENT = {
     "count_nonzero", "bincount", "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less",
     "less_equal", "isnan", "isinf", "isin",
 }  # fmt: skip
-# The lengths of what they return are arguments, and may come from the data: `tokens.split(counts.tolist())`.
+# The lengths of their results are arguments, which may depend on the data: `tokens.split(counts.tolist())`.
 _INTO_PARTS = {"split", "split_with_sizes", "tensor_split", "unsafe_split", "hsplit", "vsplit"}
 _TO_LENGTH = {"narrow", "repeat_interleave"}
 SIZE_METHODS = {"size", "numel", "dim", "nelement", "ndimension", "element_size", "stride", "__len__"}
-# A value nobody knows, on which such a method is called, is a tensor: no container or string has it.
+# An unknown value with a call of such a method is a tensor: no container or string has the method.
 _TENSOR_METHODS = {name for name in dir(torch.Tensor) if not name.startswith("_")} - {
     name for kind in (dict, list, str, set, torch.nn.Module) for name in dir(kind)
 } | {"to", "cpu", "cuda", "float", "half", "double", "bfloat16"}
 
 
 def is_torch_function(thing: Any) -> bool:
-    """Whether a callable is torch's own and so never looked into."""
+    """Whether a callable is torch's, whose code is not read."""
     if isinstance(thing, types.BuiltinFunctionType):
         return "VariableFunctions" in thing.__qualname__ or (thing.__module__ or "").startswith("torch")
     module = getattr(thing, "__module__", None)
@@ -365,14 +365,14 @@ def is_torch_function(thing: Any) -> bool:
 
 
 def is_random_function(thing: Any) -> bool:
-    """Whether a callable is of Python's or numpy's random numbers, which every rank draws for itself."""
+    """Whether a callable draws Python's or numpy's random numbers, which differ between ranks."""
     if isinstance(getattr(thing, "__self__", None), random.Random):
         return True
     return (getattr(thing, "__module__", None) or "").startswith(("random", "numpy.random"))
 
 
 def torch_result(name: str, arguments: Arguments) -> Value:
-    """What a torch function returns."""
+    """Return the result of a torch function."""
     values = arguments.values()
     if name in ("rand", "rand_like", "bernoulli", "randperm", "randint"):
         return v.opaque(*values, source=Origin.RANDOM)
@@ -391,7 +391,7 @@ def method_reads_content(name: str) -> bool:
 
 
 def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
-    """What a method of an unknown value returns, which is taken for a tensor if its name is a tensor's."""
+    """Return the result of a method of an unknown value, which counts as a tensor if tensors have such a method."""
     source, values = receiver.source, [receiver, *arguments.values()]
     if name in SIZE_METHODS:
         return v.opaque(receiver, source=Origin.TENSOR_VALUE if source == Origin.DYNAMIC else Origin.PLAIN)
@@ -405,7 +405,7 @@ def method_result(receiver: Value, name: str, arguments: Arguments) -> Value:
 
 
 def _from_content(name: str, values: list[Value]) -> Value | None:
-    """What a function of a tensor (the first value) returns, where the data decides its length or it is the data."""
+    """Return the result of a function of a tensor (the first value) that has a dynamic length or contains data."""
     if name in _DYNAMIC:
         return v.opaque(*values, source=Origin.DYNAMIC)
     if any(value.source >= Origin.TENSOR_VALUE for value in values[1:]) and name in _INTO_PARTS | _TO_LENGTH:

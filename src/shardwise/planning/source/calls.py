@@ -23,7 +23,7 @@ from shardwise.planning.source.values import Frame, Origin, Value
 
 
 def evaluate_arguments(node: ast.Call, frame: Frame) -> Arguments:
-    """The arguments of a call in the code, with `*` and `**` unpacked where their content is known."""
+    """Evaluate the arguments of a call, with `*` and `**` unpacked if their content is known."""
     arguments = Arguments()
     for argument in node.args:
         if isinstance(argument, ast.Starred):
@@ -46,7 +46,7 @@ def _unpack(value: Value, arguments: Arguments) -> None:
         arguments.positional += held.items
     elif isinstance(held, v.Mapping):
         arguments.keywords.update({key: inner for key, inner in held.items if isinstance(key, str)})
-    elif value.atoms:  # modules may hide in there: keep them where a callee can find them
+    elif value.atoms:  # they may contain modules: keep them for the callee
         arguments.keywords["*"] = value
 
 
@@ -115,7 +115,7 @@ def _zip(arguments: Arguments, frame: Frame) -> Value:
 
 
 def _rows(columns: list[attributes.LoopItems]) -> Value:
-    """The rows of a table with these columns; its length is that of the shortest that is known."""
+    """Return the rows of these columns, as many as in the shortest column of known length."""
     known = [column.items for column in columns if column.items is not None]
     source = Origin.DYNAMIC if any(column.dynamic for column in columns) else Origin.PLAIN
     if not known:
@@ -142,7 +142,7 @@ def _getattr(arguments: Arguments, frame: Frame) -> Value:
     if names and not name.may_be_unknown:
         found = [_attribute(thing, one, default, frame) for one in names]
         return v.join(found).replace(data_dependent=name.source >= Origin.ARGUMENT and len(found) > 1)
-    # An f-string with unknown parts is evaluated to the pattern of what it may become.
+    # An f-string with unknown parts evaluates to a regular expression for its text.
     patterns = [one for one in objects if isinstance(one, re.Pattern)]
     fits: Callable[[str], Any] = patterns[0].fullmatch if len(patterns) == 1 else bool
     modules = [atom.object for atom in thing.atoms if isinstance(atom, v.Known) and isinstance(atom.object, nn.Module)]
@@ -174,13 +174,13 @@ def _hasattr(arguments: Arguments, frame: Frame) -> Value:
 @v.handles(BUILTINS, isinstance)
 def _isinstance(arguments: Arguments, frame: Frame) -> Value:
     thing, kind = _two(arguments)
-    # A metaclass of the model's own could run code here; ABCMeta and type do not matter.
+    # A custom metaclass could run code here; ABCMeta and type do not.
     is_plain = type(kind) is type and isinstance(thing, nn.Module)
     return v.known(issubclass(type(thing), kind)) if is_plain else v.PLAIN
 
 
 def _two(arguments: Arguments) -> tuple[Any, Any]:
-    """Two arguments as real objects."""
+    """Return two arguments as real objects."""
     objects = [value.constant() for value in arguments.positional]
     return (objects[0], objects[1]) if len(objects) == 2 else (v.Unknown, v.Unknown)
 
@@ -239,7 +239,7 @@ MODULE_METHODS: dict[str, Callable[[nn.Module, Arguments, Frame], Value]] = {
         lambda module, *_: v.known(module),
     ),
 }
-"""What nn.Module's own methods give."""
+"""Results of nn.Module's own methods."""
 
 
 def container_method(value: Value, name: str, arguments: Arguments, frame: Frame) -> Value | None:
@@ -266,7 +266,7 @@ def invoke(callee: Value, arguments: Arguments, frame: Frame) -> Value:
     if not callee.atoms:
         return hand_over(arguments, frame)
     results = [_invoke_atom(atom, callee, arguments, frame) for atom in callee.atoms]
-    # Where some callee is known, the unknown rest is a fallback of the same kind.
+    # If a callee is known, an unknown alternative is a fallback of the same kind.
     return v.join([*results, _unknown_result(arguments)] if callee.may_be_unknown else results)
 
 
@@ -321,13 +321,13 @@ def _invoke_known(thing: Any, callee: Value, arguments: Arguments, frame: Frame)
 
 
 def call_module(module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> Value:
-    """`module(...)`; its forward is read apart, and here too when it is handed modules or parameters."""
+    """`module(...)`; its forward is read separately, and also here if modules or parameters are passed to it."""
     if frame.analysis.flow is not None:
         return frame.analysis.flow.call(module, callee, arguments, frame)
     frame.record_call(module, callee)
     if module not in frame.analysis.places:
         hand_over(arguments, frame)
-        for inner in attributes.elements(module) or ():  # a Sequential made on the fly
+        for inner in attributes.elements(module) or ():  # a Sequential that the code creates
             invoke(inner, arguments, frame)
     elif frame.is_interesting(arguments.values()):
         if type(module).__module__.startswith("torch.nn."):
@@ -344,7 +344,7 @@ def _enter_forward(module: nn.Module, callee: Value, arguments: Arguments, frame
             if isinstance(atom, v.Bound):
                 given, chain = arguments.after(v.known(module)), (*frame.chain, module)
                 enter_function(atom.function, given, frame, receiver=module, chain=chain, through=callee)
-    frame.analysis.counts = counts  # the module's own reading counts what it calls
+    frame.analysis.counts = counts  # its calls are counted when the module itself is read
 
 
 def _invoke_bound(bound: v.Bound, callee: Value, arguments: Arguments, frame: Frame) -> Value:
@@ -400,7 +400,7 @@ def _invoke_torch(name: str, arguments: Arguments, frame: Frame) -> Value:
 
 
 def hand_over(arguments: Arguments, frame: Frame, *, name: str = "") -> Value:
-    """A function nobody can look into gets these: it may call modules and functions, and reads parameters."""
+    """Pass these to a function that cannot be read: it may call modules and functions, and reads parameters."""
     if name not in WITHOUT_EFFECT:
         for position, value in enumerate(arguments.positional):
             _hand_over_one(value, Arguments(arguments.positional[position + 1 :], spread=True), frame)
@@ -426,7 +426,7 @@ def _hand_over_one(value: Value, rest: Arguments, frame: Frame) -> None:
 
 
 def _construct(cls: type, arguments: Arguments, frame: Frame) -> Value:
-    """An object is made. Made-up Sequentials are lists of what they hold; the rest is opaque."""
+    """Create an object. A Sequential becomes a list of its modules; other objects are opaque."""
     if issubclass(cls, nn.Sequential | nn.ModuleList):
         items = tuple(arguments.positional)
         if len(items) == 1 and not isinstance(items[0].constant(), nn.Module):

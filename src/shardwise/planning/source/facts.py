@@ -1,4 +1,4 @@
-"""What a model's source says about its modules: calls, entry points, parameter use."""
+"""Analysis of a model's source: calls of modules, entry points, parameter use."""
 
 import inspect
 import types
@@ -18,7 +18,7 @@ _BY_SCRIPT: Entry = ("", "?")
 
 
 class CallRecorder:
-    """What was found at each entry that was read."""
+    """Results for each entry that was read."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
@@ -30,7 +30,7 @@ class CallRecorder:
         self._touched: set[int] = set()
 
     def follow(self, entry: Entry) -> bool:
-        """Read an entry and everything it leads to; say whether the entry itself computes anything."""
+        """Read an entry and all entries that it reaches; return whether the entry itself computes."""
         pending = [entry]
         while pending:
             current = pending.pop()
@@ -39,7 +39,7 @@ class CallRecorder:
         return self.analyses[entry].activity > 0
 
     def assume_called(self, name: str) -> None:
-        """Take it that a script calls this module."""
+        """Assume that a script calls this module."""
         self.assumed.add(name)
         analysis = self.analyses.get(_BY_SCRIPT) or Analysis(self.places)
         analysis.add("call", [self.places.root], name)
@@ -47,11 +47,11 @@ class CallRecorder:
         self.follow((name, "forward"))
 
     def is_touched(self, module: nn.Module) -> bool:
-        """Whether the module, a part of it or one of its parameters is used by code that was read."""
+        """Whether code that was read uses the module, a descendant or one of its parameters."""
         return id(module) in self._touched
 
     def _keep(self, entry: Entry, analysis: Analysis) -> list[Entry]:
-        """Keep what was found; return the entries that it leads to."""
+        """Store an analysis; return the entries that it reaches."""
         self.analyses[entry] = analysis
         used = [self.places.modules[use.module] for use in analysis.uses if use.kind != "escape"]
         self._touched |= self.places.covered(used)
@@ -65,10 +65,10 @@ class CallRecorder:
             return analysis
         if (type(module), method) not in self._failed:
             try:
-                if _analyse(analysis, module, method):
+                if _analyze(analysis, module, method):
                     return analysis
                 why = "no source"
-            except Exception as error:  # whatever odd code does to the reader, the rest of the model is still read
+            except Exception as error:  # unusual code must not stop the analysis of the rest of the model
                 why = f"{type(error).__name__}: {error}"
             self._failed.add((type(module), method))
             if module._modules:
@@ -90,8 +90,8 @@ class CallRecorder:
         return analysis
 
 
-def _analyse(analysis: Analysis, module: nn.Module, method: str) -> bool:
-    """Read a method of a module; say whether it has source."""
+def _analyze(analysis: Analysis, module: nn.Module, method: str) -> bool:
+    """Read a method of a module; return whether it has source."""
     frame = Frame(analysis, (module,), None, {}, receiver=module)
     own = vars(module).get(method)
     result = start(own if own is not None else inspect.getattr_static(type(module), method), module, frame)
@@ -121,7 +121,7 @@ _ENTRIES = {"training_step", "train_step", "eval_step"}
 
 
 def _public_methods(root: str, recorder: CallRecorder) -> list[str]:
-    """Read the public methods of a module that scripts call; return those that compute."""
+    """Read the public methods of a module that scripts call; return the methods that compute."""
     found: list[str] = []
     model = recorder.places.modules[root]
     for name in _candidates(type(model)):
@@ -132,7 +132,7 @@ def _public_methods(root: str, recorder: CallRecorder) -> list[str]:
             and function is not None
             and (function.__module__ or "").startswith(("transformers.", "peft."))
         ):
-            found.append(name)  # thousands of lines that end in self(...)
+            found.append(name)  # long code that ends in self(...)
             continue
         if node is None or not recorder.follow((root, name)):
             continue
@@ -160,12 +160,12 @@ def _candidates(cls: type) -> list[str]:
 
 
 def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
-    """Find who calls what by reading the source of the model's classes. Nothing of the model is run.
+    """Find the calls between modules by reading the source of the model's classes, without running it.
 
     Args:
         model: Any module.
-        traced: What a complete trace of the forward saw. It is exact on the path it took, so its word stands there.
-            Conditional modules keep their mark: one run cannot show that another would route the same way.
+        traced: Facts of a complete trace of the forward, which take precedence because they are exact on its path.
+            Conditional modules stay conditional: another run may route differently.
     """
     places = Places(model)
     recorder = CallRecorder(places)
@@ -178,7 +178,7 @@ def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
     roots = tuple(dict.fromkeys(parts)) if is_container and parts else ("",)
     methods_of_parts = {name: _public_methods(name, recorder) for name in roots if name}
     for name, module in places.modules.items():
-        # Nothing was found to enter it: the user's script may call it, so read it as if it did.
+        # No entry was found: read it as if the user's script calls it.
         skipped = not name or calls.is_holder(module) or id(module) in places.internal or not has_parameters(module)
         if not skipped and not recorder.is_touched(module):
             recorder.assume_called(places.name(module))
@@ -209,7 +209,7 @@ def read_calls(model: nn.Module, traced: Calls | None = None) -> Calls:
 
 
 def _escaped(recorder: CallRecorder) -> list[Use]:
-    """Reads by the callers of modules that return a parameter, unless its owner is still entered."""
+    """Return reads by callers of modules that return a parameter, unless its owner is still entered."""
     places = recorder.places
     returned = {
         name: [use for use in analysis.uses if use.kind == "escape"]
@@ -227,7 +227,7 @@ def _escaped(recorder: CallRecorder) -> list[Use]:
 
 
 def _unconditional(recorder: CallRecorder, roots: tuple[str, ...]) -> set[str]:
-    """Modules that run whatever the data, from the roots down."""
+    """Return the modules that run for any data, from the roots down."""
     pending = [entry for entry in recorder.analyses if entry[0] in roots or entry == _BY_SCRIPT]
     seen = set(pending)
     certain: set[str] = set()
@@ -245,7 +245,7 @@ def _unconditional(recorder: CallRecorder, roots: tuple[str, ...]) -> set[str]:
 
 
 def _repeated(recorder: CallRecorder) -> set[str]:
-    """Modules with parameters that one pass through the root's forward calls at least twice."""
+    """Return modules with parameters that one pass of the root's forward calls at least twice."""
     callers: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for (caller, method), analysis in recorder.analyses.items():
         for target, count in analysis.counts.items():

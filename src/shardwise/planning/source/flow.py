@@ -1,4 +1,4 @@
-"""How data flow between the modules of a block: what each module with parameters is given, and by which operations."""
+"""Data flow between the modules of a block: the sources of each module's input, and the operations on them."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from shardwise.planning.source.values import (
 
 
 class DataFlow(NamedTuple):
-    """What was found in the code of one module and of those inside it."""
+    """Data flow through the code of one module and its descendants."""
 
     inputs: dict[str, Trail]
-    """Module with parameters of its own, by FQN, in the order of the calls: what it is given."""
+    """Input of each module with its own parameters, by FQN in call order."""
     returned: Trail
-    """What is returned."""
+    """Returned value."""
     sizes_read: dict[str, Trail]
-    """Module: of what its code reads the size."""
+    """Values whose size the code of a module reads, by FQN."""
     in_loss: Trail
-    """What a cross-entropy is computed of."""
+    """Sources of the arguments of a cross-entropy."""
     problem: str = ""
-    """Why the code could not be followed to its end."""
+    """Why the analysis stopped early; empty if it did not."""
 
 
 class Flow:
-    """Follows data through the modules that a module calls, down to those with parameters of their own.
+    """Follows data through the modules that a module calls, down to modules with their own parameters.
 
     Args:
-        leaves: Identities of modules that are not looked into.
+        leaves: Identities of modules whose code is not read.
     """
 
     def __init__(self, leaves: Collection[int]) -> None:
@@ -54,7 +54,7 @@ class Flow:
         self.in_loss: Trail = frozenset()
 
     def call(self, module: nn.Module, callee: Value, arguments: Arguments, frame: Frame) -> Value:
-        """`module(...)`: what it returns, and what that was computed from and by."""
+        """Evaluate `module(...)`: its result, with the trail of sources and operations."""
         places, values = frame.analysis.places, arguments.values()
         if module in places and self._is_leaf(module):
             name = places.name(module)
@@ -88,9 +88,9 @@ def read_flow(places: Places, name: str, leaves: Iterable[nn.Module] = ()) -> Da
     """Follow data through one call of a module, from its source.
 
     Args:
-        places: Of the model.
-        name: FQN of the module in it.
-        leaves: Modules that are not looked into.
+        places: Names of the model's modules.
+        name: FQN of the module.
+        leaves: Modules whose code is not read.
     """
     module = places.modules[name]
     analysis = Analysis(places)
@@ -105,7 +105,7 @@ def read_flow(places: Places, name: str, leaves: Iterable[nn.Module] = ()) -> Da
             result = start(own or inspect.getattr_static(type(module), "forward"), module, frame)
         problem = "it has no source" if result is None else ""
         returned = frozenset() if result is None else trail_of(result)
-    except Exception as error:  # whatever odd code does to the reader
+    except Exception as error:  # unusual code must not stop planning
         problem = f"{type(error).__name__}: {error}"
     return DataFlow(dict(flow.inputs), returned, dict(flow.sizes_read), flow.in_loss, problem)
 
@@ -114,10 +114,10 @@ _SIZED = ("view", "reshape", "unflatten", "expand", "rearrange", "zeros", "ones"
 
 
 def size_attributes(module: nn.Module, values: Collection[int]) -> tuple[list[str], bool]:
-    """The attributes of a module, of one of these values, that its code takes for sizes; and whether it divides by one.
+    """Return the attributes with one of these values that a module's code uses as sizes, and whether it divides by one.
 
-    A size is an argument of `view`, `zeros` and their like, an item of a tuple, or a number that is given a name; the
-    last of several is that of a head, not the number of heads.
+    A size is an argument of functions such as `view` and `zeros`, an item of a tuple, or a number assigned to a name;
+    the last of several sizes is that of a head, not the number of heads.
     """
     held = {name for name, value in vars(module).items() if type(value) is int and value in values}
     found, last, divides = set[str](), set[str](), False
@@ -145,6 +145,6 @@ def _called_name(function: ast.expr) -> str:
 
 
 def _own_attributes(node: ast.AST) -> set[str]:
-    """The attributes of `self` in an expression."""
+    """Return the attributes of `self` in an expression."""
     inner = (each for each in ast.walk(node) if isinstance(each, ast.Attribute))
     return {each.attr for each in inner if isinstance(each.value, ast.Name) and each.value.id == "self"}

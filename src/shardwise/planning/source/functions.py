@@ -21,7 +21,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 @functools.lru_cache(maxsize=4096)
 def find_node(function: types.FunctionType) -> FunctionNode | None:
-    """The syntax tree of a function, or None where its source is not to be had."""
+    """Return the syntax tree of a function, or None if its source is not available."""
     code = function.__code__
     if code.co_name == "<lambda>":
         return _lambdas_in(code.co_filename).get(code.co_firstlineno)
@@ -38,7 +38,7 @@ def find_node(function: types.FunctionType) -> FunctionNode | None:
 
 
 def _is_source_of(node: ast.FunctionDef | ast.AsyncFunctionDef, code: types.CodeType) -> bool:
-    """Whether the code was compiled from this; not so where the file was edited after it was imported."""
+    """Whether the code was compiled from this node; False if the file was edited after its import."""
     names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
     num_named = code.co_argcount + code.co_kwonlyargcount
     if node.name != code.co_name or names != list(code.co_varnames[:num_named]):
@@ -51,7 +51,7 @@ def _is_source_of(node: ast.FunctionDef | ast.AsyncFunctionDef, code: types.Code
 
 
 def _attributes(tree: Any) -> set[str]:
-    """The attributes that compiled code must name: not those in annotations and assertions, nor mangled names."""
+    """Return the attributes that compiled code must contain, without annotations, assertions and mangled names."""
     if isinstance(tree, list):
         return set().union(*map(_attributes, tree))
     if not isinstance(tree, ast.AST) or isinstance(tree, ast.Assert):
@@ -63,7 +63,7 @@ def _attributes(tree: Any) -> set[str]:
 
 @functools.lru_cache(maxsize=64)
 def _lambdas_in(filename: str) -> dict[int, FunctionNode]:
-    """The lambdas of a file by line; where a line has two, neither is known."""
+    """Return the lambdas of a file by line, without those that share a line."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError, RecursionError):
@@ -76,9 +76,9 @@ def _lambdas_in(filename: str) -> dict[int, FunctionNode]:
 
 
 def underlying(function: Any) -> tuple[types.FunctionType | None, Any]:
-    """The plain function behind decorators and bindings, and the object it is bound to, if any."""
+    """Return the plain function inside decorators and bindings, and the object it is bound to, if any."""
     receiver = None
-    for _ in range(32):  # a chain of wrappers longer than this is a cycle
+    for _ in range(32):  # a longer chain of wrappers is a cycle
         if isinstance(function, types.MethodType):
             function, receiver = function.__func__, function.__self__
         elif isinstance(function, staticmethod | classmethod):
@@ -116,11 +116,11 @@ class Arguments:
         return self.positional[0] if self.positional else v.PLAIN
 
     def values(self) -> list[Value]:
-        """All arguments, however they are given."""
+        """All positional and keyword arguments."""
         return [*self.positional, *self.keywords.values()]
 
     def flat(self) -> list[Value]:
-        """All arguments; of tuples and lists, their items, of which the numbers come first that may be anywhere."""
+        """All arguments, with tuples and lists replaced by their items; numbers of unknown position come first."""
         found: list[Value] = []
         for value in self.values():
             atom = next(iter(value.atoms)) if len(value.atoms) == 1 else None
@@ -132,7 +132,7 @@ class Arguments:
         return found
 
     def after(self, *first: Value) -> "Arguments":
-        """The same arguments with these in front."""
+        """Return the arguments with these in front."""
         return Arguments([*first, *self.positional], dict(self.keywords), self.spread)
 
 
@@ -145,15 +145,15 @@ def enter_function(
     chain: tuple[nn.Module, ...] | None = None,
     through: Value | None = None,
 ) -> Value | None:
-    """Read a real function's body with these arguments; None where there is no source or no budget.
+    """Read a real function's body with these arguments; None without source or budget.
 
     Args:
-        function: Any callable with a plain function behind it.
-        arguments: The receiver first, where there is one.
-        frame: Where the call is written.
+        function: Any callable around a plain function.
+        arguments: Arguments, the receiver first if there is one.
+        frame: Frame of the call.
         receiver: The object it is a method of.
-        chain: The modules whose code is then running; the frame's unless given.
-        through: The value that was called: where it is one of several, a loop may call each once.
+        chain: The modules whose code is running; by default the frame's.
+        through: The called value; if it is one of several objects, a loop may call each of them once.
     """
     plain, bound_to = underlying(function)
     node = find_node(plain) if plain is not None else None
@@ -170,13 +170,13 @@ def enter_function(
 
 
 def result_of(function: Any, receiver: Any, arguments: list[Value], frame: Frame) -> Value:
-    """What a function returns that is called with its receiver and these; nothing is known without its source."""
+    """Return the result of a function called with its receiver and these arguments; unknown without its source."""
     result = enter_function(function, Arguments([v.known(receiver), *arguments]), frame, receiver=receiver)
     return result if result is not None else v.PLAIN
 
 
 def enter_closure(closure: v.Closure, arguments: Arguments, frame: Frame) -> Value:
-    """Read a function that the code itself defines."""
+    """Read a function that the code defines."""
     home: Frame = closure.frame
     key = (closure.node, id(home))
     if frame.depth >= v.MOST_DEPTH or frame.analysis.running.count(key) >= 2:
@@ -191,7 +191,7 @@ def enter_closure(closure: v.Closure, arguments: Arguments, frame: Frame) -> Val
 
 
 def start(function: Any, module: nn.Module, frame: Frame) -> Value | None:
-    """Read an entry of a module, its arguments unknown; None where there is no source."""
+    """Read an entry of a module with unknown arguments; None without source."""
     plain, bound_to = underlying(function)
     node = find_node(plain) if plain is not None else None
     if plain is None or node is None:
@@ -210,7 +210,7 @@ _AROUND_TENSOR = {"torch", "Optional", "Union", "None", "typing", "t"}
 
 
 def _argument(parameter: ast.arg) -> Value:
-    """What the caller may hand in: a tensor if the annotation says so and nothing else, otherwise unknown."""
+    """Return the value of a parameter: a tensor if the annotation is a tensor type only, otherwise unknown."""
     annotation = parameter.annotation
     if annotation is None:
         return v.ARGUMENT
@@ -220,7 +220,7 @@ def _argument(parameter: ast.arg) -> Value:
 
 
 def _run(node: FunctionNode, arguments: Arguments, frame: Frame, key: Any) -> Value:
-    """Bind the arguments over the defaults that are in `frame.names`, then walk the body."""
+    """Bind the arguments over the defaults in `frame.names`, then read the body."""
     analysis = frame.analysis
     _bind(node.args, arguments, frame.names)
     analysis.running.append(key)
@@ -257,7 +257,7 @@ def _bind(args: ast.arguments, arguments: Arguments, names: dict[str, Value]) ->
 
 
 def _defaults(function: types.FunctionType, node: FunctionNode) -> dict[str, Value]:
-    """The real default objects of a function, by parameter."""
+    """Return the default objects of a function, by parameter."""
     positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     given = function.__defaults__ or ()
     defaults = [*zip(positional[len(positional) - len(given) :], given, strict=False)]
@@ -265,6 +265,6 @@ def _defaults(function: types.FunctionType, node: FunctionNode) -> dict[str, Val
 
 
 def defining_class(frame: Frame) -> type | None:
-    """The class whose body holds the function being read, for `super()`."""
+    """Return the class that defines the function being read, for `super()`."""
     found = frame.lookup("__class__").constant()
     return found if isinstance(found, type) else None

@@ -17,12 +17,12 @@ from shardwise.planning.source.values import Frame, Origin, Value
 
 
 def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame) -> bool:
-    """Run a loop's body for each item; where these are not known, twice, so that names set in a turn are seen again.
+    """Run a loop's body for each item; twice if the items are unknown, so that a turn sees names of the one before.
 
     Args:
-        iterable: What the loop walks through; None for `while`.
-        body: Gets the item.
-        frame: Where the loop is written.
+        iterable: Value that the loop iterates over; None for `while`.
+        body: Function of the item.
+        frame: Frame of the loop.
 
     Returns:
         Whether the items are known.
@@ -36,7 +36,7 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
     for turn, item in enumerate((found.element, found.element) if items is None else items):
         names, analysis.counts, frame.jumps = dict(frame.names), dict(counts_after), []
         body(item)
-        # A turn ends with its code, or at a `continue` or `break`; one that returns or raises does not continue.
+        # A turn ends after its last statement, `continue` or `break`; one that returns or raises does not continue.
         ends = [*frame.jumps, *([] if frame.dead else [(frame.names, analysis.counts)])]
         if ends and (items is not None or turn == 0):
             counts_after = v.join_counts([counts for _, counts in ends])
@@ -49,7 +49,7 @@ def run_loop(iterable: Value | None, body: Callable[[Value], None], frame: Frame
 
 
 def comprehension(generators: list[ast.comprehension], results: list[ast.expr], frame: Frame) -> Value:
-    """The values a comprehension makes; its names stay its own."""
+    """Return the values of a comprehension; its names are local to it."""
     outside = dict(frame.names)
     made: list[Value] = []
 
@@ -132,7 +132,7 @@ _SIMPLE = (bool, int, float, str, type(None))
 
 
 def combine(left: Value, right: Value, op: ast.operator, frame: Frame) -> Value:
-    """`left op right`: numbers are computed, lists joined, everything else is data."""
+    """Evaluate `left op right`: compute numbers, join lists; all other results are data."""
     one, other = left.constant(), right.constant()
     is_number = type(one) in (int, float) and type(other) in (int, float)
     if (is_number or type(one) is type(other) is str) and type(op) in _ARITHMETIC:
@@ -176,7 +176,7 @@ def _unary(node: ast.UnaryOp, frame: Frame) -> Value:
 
 @v.handles(v.HANDLERS, ast.BoolOp)
 def _boolean(node: ast.BoolOp, frame: Frame) -> Value:
-    """`a and b` stops at the first operand that is known to decide."""
+    """`a and b` stops at the first operand that decides the result."""
     stops_at = isinstance(node.op, ast.Or)
     values = []
     for part in node.values:
@@ -206,7 +206,7 @@ def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Valu
         answer = _same_object(left, right)
         return v.PLAIN if answer is None else v.known(answer is isinstance(op, ast.Is))
     if left.source == Origin.RANDOM and isinstance(op, ast.Lt | ast.LtE) and other in (0, 0.0) and other is not False:
-        return v.known(False)  # layerdrop that is switched off
+        return v.known(False)  # layerdrop is off
     if isinstance(one, _SIMPLE) and isinstance(other, _SIMPLE):
         try:
             return v.known(bool(_COMPARISON[type(op)](one, other)))
@@ -224,7 +224,7 @@ def _compare_two(left: Value, op: ast.cmpop, right: Value, frame: Frame) -> Valu
 
 
 def _constants(value: Value) -> list[Any] | None:
-    """The members of a list of constants, written out or real."""
+    """Return the items of a list of constants, from the code or a real object."""
     held = attributes.contents(next(iter(value.atoms))) if len(value.atoms) == 1 and not value.may_be_unknown else None
     if not isinstance(held, v.Sequence | v.Mapping):
         return None
@@ -266,7 +266,7 @@ def _slice(node: ast.Slice, frame: Frame) -> Value:
 
 _GROWING = ("append", "extend", "insert", "add", "appendleft")
 _FROM_LIKENESS = {"to", "type_as", "view_as", "expand_as", "reshape_as", "is_same_size"}
-"""`x.to(weight)` only looks at the dtype and shape of its argument."""
+"""Methods that only read the dtype and shape of their argument, as in `x.to(weight)`."""
 
 
 @v.handles(v.HANDLERS, ast.Call)
@@ -300,7 +300,7 @@ def _call(node: ast.Call, frame: Frame) -> Value:
 
 
 def _after_method(result: Value, receiver: Value, name: str, arguments: Arguments, frame: Frame) -> Value:
-    """What a method of a tensor makes; asking for its size makes a number that was computed from nothing."""
+    """Return the result of a tensor method; the result of a size query has an empty trail."""
     if name in attributes.SIZE_METHODS:
         frame.note_size_read(receiver)
         return result.replace(trail=frozenset())
@@ -308,7 +308,7 @@ def _after_method(result: Value, receiver: Value, name: str, arguments: Argument
 
 
 def _grow(name: str, receiver: Value, how: str, values: list[Value], frame: Frame) -> Value:
-    """`blocks.append(block)`: the list may hold one more from here on."""
+    """`blocks.append(block)`: the list may have one more item after this."""
     added = values[-1] if values else v.PLAIN
     if not added.atoms and not any(isinstance(atom, v.Sequence | v.Repeated) for atom in receiver.atoms):
         return v.NONE
@@ -382,7 +382,7 @@ def _if(node: ast.If, frame: Frame) -> None:
 
 
 def _branches(bodies: list[list[ast.stmt]], frame: Frame, *, depends: bool) -> None:
-    """Run alternatives from the same start and let those that continue meet again."""
+    """Run alternatives from the same state and join the states of those that continue."""
     names, counts = frame.names, frame.analysis.counts
     ends: list[tuple[dict[str, Value], dict[str, int], str]] = []
     for body in bodies:

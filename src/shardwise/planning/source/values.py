@@ -1,4 +1,4 @@
-"""What an expression can evaluate to while source is read, and the frames that hold names."""
+"""Abstract values of expressions, and the frames of functions being read."""
 
 import ast
 import builtins
@@ -19,43 +19,43 @@ _ITEMS_TRIED = 16
 
 
 class Source(NamedTuple):
-    """Something that data come from."""
+    """Origin of data: a module, an argument or a parameter."""
 
     kind: Literal["module", "argument", "parameter"]
     name: str
-    """Of a module with parameters or a parameter, its FQN."""
+    """FQN of the module or parameter, or the argument's name."""
 
 
 class Operation(NamedTuple):
-    """Something that is done to data."""
+    """Operation on data."""
 
     name: str
     sizes: tuple[int | None, ...]
-    """Its arguments, None where they are no known numbers."""
+    """Arguments; None for values other than known numbers."""
     module: str
-    """FQN of the module whose code does it."""
+    """FQN of the module with the operation in its code."""
 
 
 Trail = frozenset[tuple[Source, Operation | None]]
-"""Where a value comes from; a source is paired with each operation on the way from it, and with None."""
+"""Sources of a value, each paired with every operation applied to it, and with None."""
 
 
 class Origin(IntEnum):
-    """What a value was computed from; a larger one wins when two meet."""
+    """Kind of data that a value was computed from; the larger of two wins."""
 
     PLAIN = 0
     """Constants, settings, shapes: the same for every batch."""
     ARGUMENT = 1
-    """Handed in by the caller: a tensor or a flag, nobody knows."""
+    """Passed by the caller: may be a tensor or a flag."""
     TENSOR = 2
     """Certainly a tensor; a condition on it depends on the data."""
     TENSOR_VALUE = 3
     """A number or mask computed from a tensor's content."""
     DYNAMIC = 4
-    """A tensor or list whose very length depends on the data."""
-    # A draw is not data, but ranks differ in it all the same.
+    """A tensor or list whose length depends on the data."""
+    # Random numbers are not data, but also differ between ranks.
     RANDOM = 5
-    """Drawn at random, between 0 and 1."""
+    """Random number between 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,21 +77,21 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A list or tuple written out in the code."""
+    """A list or tuple literal."""
 
     items: tuple["Value", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A dictionary written out in the code, with constant keys."""
+    """A dictionary literal with constant keys."""
 
     items: tuple[tuple[Any, "Value"], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Values whose number is not known: a generator, a slice with unknown bounds, a list that a loop fills."""
+    """An unknown number of values: a generator, a slice with unknown bounds, a list that a loop fills."""
 
     element: "Value"
 
@@ -107,7 +107,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Closure:
-    """A function defined in the code being read, with the frame that it can see."""
+    """A function defined in the code being read, with its enclosing frame."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     frame: Any
@@ -115,7 +115,7 @@ class Closure:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A callable with some of its arguments given."""
+    """A callable with some arguments bound, as by `functools.partial`."""
 
     callee: "Value"
     positional: tuple["Value", ...]
@@ -132,7 +132,7 @@ class Super:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """An attribute that the module does not have: code that uses it cannot run as the model stands."""
+    """An attribute that the module does not have: code that uses it cannot run for this model."""
 
 
 Atom = Known | Sequence | Mapping | Repeated | Bound | Closure | Partial | Super | Missing
@@ -140,19 +140,19 @@ Atom = Known | Sequence | Mapping | Repeated | Bound | Closure | Partial | Super
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an expression may be."""
+    """Possible results of an expression."""
 
     atoms: frozenset[Atom] = frozenset()
     may_be_unknown: bool = False
-    """It may also be something that the reader does not know."""
+    """Whether it may also be an object unknown to the analysis."""
     source: Origin = Origin.PLAIN
     data_dependent: bool = False
-    """Which of the atoms it is depends on the data."""
+    """Whether the choice between its atoms depends on the data."""
     trail: Trail = frozenset()
-    """Where it comes from; empty unless the analysis follows data."""
+    """Sources and operations; empty unless the analysis follows data."""
 
     def constant(self) -> Any:
-        """The one real object it must be, or `Unknown`."""
+        """Return the only possible object, or `Unknown`."""
         if len(self.atoms) == 1 and not self.may_be_unknown:
             (atom,) = self.atoms
             if isinstance(atom, Known):
@@ -161,15 +161,15 @@ class Value:
 
     @property
     def num_objects(self) -> int:
-        """How many objects it may be."""
+        """Number of possible objects."""
         return len({id(_object(leaf)) for leaf in leaves(self)})
 
     def replace(self, **changes: Any) -> "Value":
-        """The same value but for these fields."""
+        """Return a copy with these fields changed."""
         return replace(self, **changes)
 
     def selected_by(self, other: "Value") -> "Value":
-        """The same value; which of its atoms it is depends on all that `other` depends on."""
+        """Return the value, data-dependent also if `other` is."""
         return self if self.data_dependent or not other.data_dependent else self.replace(data_dependent=True)
 
 
@@ -178,12 +178,12 @@ def _object(leaf: "Known | Bound | Closure") -> Any:
 
 
 def from_source(kind: Literal["module", "argument", "parameter"], name: str) -> Trail:
-    """Where a value comes from that was just read or made."""
+    """Return the trail of a value without operations."""
     return frozenset({(Source(kind, name), None)})
 
 
 class Unknown:
-    """Stands for "no single object"; never instantiated."""
+    """Marker for "no single object"; never instantiated."""
 
 
 PLAIN = Value(may_be_unknown=True)
@@ -194,30 +194,30 @@ NONE = Value(frozenset({Known(None)}))
 
 
 def known(thing: Any) -> Value:
-    """The value that is certainly this real object."""
+    """Return the value of a real object."""
     return Value(frozenset({Known(thing)}))
 
 
 def just(atom: Atom) -> Value:
-    """The value that is certainly this atom."""
+    """Return the value with only this atom."""
     return Value(frozenset({atom}))
 
 
 def opaque(*values: Value, source: Origin | None = None) -> Value:
-    """Something unknown that was computed from these values."""
+    """Return an unknown value computed from these values."""
     top = max((value.source for value in values), default=Origin.PLAIN) if source is None else source
     return Value(may_be_unknown=True, source=top, trail=trail_of(*values))
 
 
 def trail_of(*values: Value, depth: int = 4) -> Trail:
-    """What these values, and those inside them, were computed from and by."""
+    """Return the sources and operations of these values and the values inside them."""
     inner = [part for value in values for atom in value.atoms for part in inside(atom)] if depth else []
     trail = frozenset[Any]().union(*(value.trail for value in values))
     return trail | trail_of(*inner, depth=depth - 1) if inner else trail
 
 
 def join(values: Iterable[Value]) -> Value:
-    """The value that may be any of these."""
+    """Return the value that may be any of these."""
     distinct = list(dict.fromkeys(values))
     if len(distinct) == 1:
         return distinct[0]
@@ -232,7 +232,7 @@ def join(values: Iterable[Value]) -> Value:
 
 
 def leaves(value: Value, depth: int = 4) -> Iterator[Known | Bound | Closure]:
-    """The real objects and callables in a value, also inside its lists and dictionaries."""
+    """Yield the real objects and callables of a value, including those in lists and dictionaries."""
     for atom in value.atoms:
         if isinstance(atom, Known | Bound | Closure):
             yield atom
@@ -242,7 +242,7 @@ def leaves(value: Value, depth: int = 4) -> Iterator[Known | Bound | Closure]:
 
 
 def inside(atom: Atom) -> Iterable[Value]:
-    """The values that a container or a partial call holds."""
+    """Return the values in a container or a partial call."""
     if isinstance(atom, Sequence):
         return atom.items
     if isinstance(atom, Mapping):
@@ -256,54 +256,54 @@ def inside(atom: Atom) -> Iterable[Value]:
 
 MOST_STEPS = 60_000
 MOST_TURNS = 512
-"""Loops with more items are run for any of them."""
+"""Maximum number of items of a loop that is run for each item; longer loops run for any item."""
 MOST_DEPTH = 30
 
 
 class TooComplex(Exception):
-    """The code does not end within the reader's budget; its class counts as unreadable."""
+    """The code exceeds the budget of the analysis; its class counts as unreadable."""
 
 
 class Analysis:
-    """What reading one entry (a module's forward or another method) has found."""
+    """Results of reading one entry: a module's forward or another method."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
         self.uses: dict[Use, None] = {}
         self.counts: dict[str, int] = {}
-        """How often each module is called at least."""
+        """Minimum number of calls of each module."""
         self.running: list[Any] = []
         self.activity = 0
-        """Calls of modules and reads of parameters: nothing is computed without."""
+        """Number of calls of modules and reads of parameters; 0 if the code computes nothing."""
         self.steps = 0
         self.flow: Any = None
-        """Follows data through modules (`flow.Flow`), where that is asked for."""
+        """Data flow analysis (`flow.Flow`), if requested."""
 
     def add(
         self, kind: UseKind, chain: Iterable[nn.Module], target: str, method: str = "forward", conditional: bool = False
     ) -> None:
-        """Keep a use, once."""
+        """Record a use."""
         self.uses[Use(kind, tuple(map(self.places.name, chain)), target, method, conditional)] = None
 
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """One function being read, on behalf of the last module in `chain`."""
+    """One function being read, in a call of the last module of `chain`."""
 
     analysis: Analysis
     chain: tuple[nn.Module, ...]
-    function: Any  # a plain function or None; a checker would take the type for a method
+    function: Any  # a plain function or None; type checkers would treat a function type as a method
     names: dict[str, Value]
     outer: "Frame | None" = None
     receiver: Any = None
     conditional: bool = False
     skipping: bool = False
-    """The data may have ended this turn of the loop, or the function, before this point."""
+    """Whether the data may have ended this turn of the loop, or the function, before this point."""
     again: bool = False
-    """In a loop whose number of turns is not known."""
+    """Whether this is in a loop with an unknown number of turns."""
     depth: int = 0
     dead: str = ""
-    """Why the code after this point does not run: `raise`, `jump`, or nothing."""
+    """Why the code after this point does not run: `raise` or `jump`; empty if it runs."""
     returns: list[Value] = field(default_factory=list)
     yields: list[Value] = field(default_factory=list)
     exit_counts: list[dict[str, int]] = field(default_factory=list)
@@ -324,7 +324,7 @@ class Frame:
             cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
             try:
                 return known(cell.cell_contents)
-            except ValueError:  # not filled yet
+            except ValueError:  # empty cell
                 return PLAIN
         if name in function.__globals__:
             return known(function.__globals__[name])
@@ -332,12 +332,12 @@ class Frame:
 
     @property
     def is_torch_code(self) -> bool:
-        """Whether torch, not the model's author, wrote the function."""
+        """Whether the function is torch's."""
         return self.function is not None and (self.function.__module__ or "").startswith("torch.")
 
     @property
     def is_conditional(self) -> bool:
-        """Whether the data decides if this point is reached."""
+        """Whether reaching this point depends on the data."""
         return self.conditional or self.skipping
 
     @contextmanager
@@ -351,7 +351,7 @@ class Frame:
             self.conditional = before
 
     def child(self, function: Any, receiver: Any, names: dict[str, Value]) -> "Frame":
-        """The frame of a function that code of this one calls."""
+        """Return the frame of a function called in this frame."""
         return Frame(
             analysis=self.analysis,
             chain=self.chain,
@@ -364,7 +364,7 @@ class Frame:
         )
 
     def evaluate(self, node: ast.AST) -> Value:
-        """What an expression may be; facts met on the way are recorded."""
+        """Evaluate an expression, recording calls and reads in it."""
         handler = self._handler(node)
         if handler is not None:
             return handler(node, self)
@@ -387,42 +387,42 @@ class Frame:
         return HANDLERS.get(type(node))
 
     def record_call(self, module: nn.Module, through: Value) -> None:
-        """`module(...)` is written in this frame; `through` is the value that was called."""
+        """Record a call `module(...)` in this frame; `through` is the called value."""
         analysis = self.analysis
         if module not in analysis.places or is_holder(module):
             return
-        if id(module) in analysis.places.internal:  # `attention.out_proj(x)`: its weights are its owner's
+        if id(module) in analysis.places.internal:  # `attention.out_proj(x)`: its weights belong to its owner
             for parameter in module.parameters():
                 self.record_read(parameter)
             return
         analysis.activity += 1
         name = analysis.places.name(module)
         analysis.add("call", self.chain, name, conditional=self.is_conditional or through.data_dependent)
-        if through.num_objects == 1:  # otherwise some of them may not be called at all
+        if through.num_objects == 1:  # otherwise some of the objects may not be called
             analysis.counts[name] = analysis.counts.get(name, 0) + (2 if self.again else 1)
 
     def record_read(self, parameter: nn.Parameter) -> None:
-        """A parameter takes part in a computation written in this frame."""
+        """Record a computation with a parameter in this frame."""
         places = self.analysis.places
         self.analysis.activity += 1
-        # torch's own modules read their children's weights to choose a fused kernel; they call them all the same.
+        # torch's own modules read their children's weights to choose a fused kernel, but call them anyway.
         if self.is_torch_code or places.covered(self.chain) & {id(owner) for owner in places.owners(parameter)}:
             return
         self.analysis.add("read", self.chain, places.parameter_name(parameter))
 
     def record_escape(self, value: Value) -> None:
-        """A parameter is among the results, as in `return output, self.bias`: the caller will compute with it."""
+        """Record parameters in the result, as in `return output, self.bias`: the caller will compute with them."""
         for parameter in self._parameters(value):
             self.analysis.add("escape", self.chain, self.analysis.places.parameter_name(parameter))
 
     def consume(self, value: Value) -> Value:
-        """The value goes into a computation: record the parameters in it, and forget which object it was."""
+        """Use a value in a computation: record its parameters and return a value without objects."""
         for parameter in self._parameters(value):
             self.record_read(parameter)
         return PLAIN.replace(source=value.source, trail=self.trail(value))
 
     def trail(self, *values: Value) -> Trail:
-        """What these were computed from and by, parameters among them counted; empty unless data are followed."""
+        """Return the sources and operations of these, including parameters; empty unless data are followed."""
         if self.analysis.flow is None:
             return frozenset()
         read = [parameter for value in values for parameter in self._parameters(value)]
@@ -430,15 +430,15 @@ class Frame:
         return trail_of(*values) | {(Source("parameter", name), None) for name in names}
 
     def note_size_read(self, value: Value) -> None:
-        """The size of a value is asked for in code of the innermost module."""
+        """Record that code of the innermost module reads the size of a value."""
         if self.analysis.flow is not None:
             self.analysis.flow.sizes_read[self.analysis.places.name(self.chain[-1])] |= value.trail
 
     def after(self, operation: str, result: Value, *values: Value, sizes: Iterable[Value] = ()) -> Value:
-        """`result`, computed by an operation from these values."""
+        """Return `result` with the trail of an operation on these values."""
         if not (trail := self.trail(*values)):
             return result
-        if operation == "cross_entropy":  # of the logits nothing is left
+        if operation == "cross_entropy":  # the trail ends at the loss
             self.analysis.flow.in_loss |= trail
             return result.replace(trail=frozenset())
         known = (size.constant() for size in sizes)
@@ -451,7 +451,7 @@ class Frame:
         return [leaf.object for leaf in leaves(value) if isinstance(leaf, Known) and has_parameter(leaf.object)]
 
     def is_interesting(self, arguments: list[Value]) -> bool:
-        """Whether a function that gets these could call a module or read a parameter through them."""
+        """Whether a function with these arguments could call a module or read a parameter."""
         if self.analysis.flow is not None and trail_of(*arguments):
             return True
         return any(
@@ -475,11 +475,11 @@ def _held(thing: Any) -> Iterable[Any]:
 
 
 HANDLERS: dict[type[ast.AST], Callable[[Any, Frame], Any]] = {}
-"""Readers of expressions, which return a `Value`, and of statements."""
+"""Handlers of expressions, which return a `Value`, and of statements."""
 
 
 def handles(table: dict[Any, Any], *keys: Any) -> Callable[[Any], Any]:
-    """Enter a function into a table of handlers under these keys."""
+    """Register a function in a table of handlers under these keys."""
 
     def register(function: Any) -> Any:
         table.update(dict.fromkeys(keys, function))
@@ -489,13 +489,13 @@ def handles(table: dict[Any, Any], *keys: Any) -> Callable[[Any], Any]:
 
 
 def join_counts(many: list[dict[str, int]]) -> dict[str, int]:
-    """The calls that are made whichever of several ways the code takes."""
+    """Return the calls that are common to all paths."""
     shared = set(many[0]).intersection(*many[1:])
     return {name: min(counts[name] for counts in many) for name in shared}
 
 
 def join_names(many: list[dict[str, Value]]) -> dict[str, Value]:
-    """Local names after several ways through the code have met."""
+    """Return local names after joining several paths."""
     if len(many) == 1:
         return many[0]
     names = dict.fromkeys(name for one in many for name in one)
