@@ -91,6 +91,25 @@ BODIES = {
         device_id=torch.device("cpu"),
     )
 """,
+    "forward_by_name": """
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            torch.manual_seed(1)
+            self.first, self.inner = Other(8), inner
+            self.others = nn.ModuleList()
+            for _ in range(2):
+                self.others.append(Other(8))
+
+        def forward(self, x):
+            x = self.first.forward(x)
+            for other in self.others:
+                x = other.forward(x)
+            return self.inner(x)
+
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block, Other})
+    return FSDP(Around(model), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+""",
     "no_shard": """
     return FSDP(
         model,

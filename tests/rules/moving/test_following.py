@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from shardwise.findings import SourceFinding, Status
+from shardwise.fsdp1.codemod.migrate import migrate as migrate_files
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import rewrite
 
@@ -563,3 +565,31 @@ def test_method_that_wraps_is_followed_on_an_object_of_unknown_class(name: str):
     text, findings = rewrite(program.file("main.py"), program, "torch")
     assert "torch.save(_whole_state(model), 'x')" in text or "get_model_state_dict(model" in text
     assert codes(findings) == ["SW111"]
+
+
+UNIT_BY_NAME = """import torch.nn as nn
+
+
+class Attention(nn.Module):
+    pass
+
+
+class Block(nn.Module):
+    def __init__(self):
+        self.attention = Attention()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return x + self.attention.forward(self.norm.forward(x))
+"""
+
+
+def test_a_unit_that_a_file_without_fsdp_runs_by_its_forward_is_called_itself(tmp_path: Path):
+    (tmp_path / "model.py").write_text(UNIT_BY_NAME)
+    imports = "from model import Attention\nfrom torch.distributed.fsdp.wrap import ModuleWrapPolicy\n\n"
+    wrap = "policy = ModuleWrapPolicy({Attention})\nmodel = FSDP(b, auto_wrap_policy=policy)\n"
+    (tmp_path / "main.py").write_text(IMPORTS + imports + wrap)
+    files = {Path(one.path).name: one for one in migrate_files([tmp_path]).files}
+    assert files["model.py"].output == UNIT_BY_NAME.replace("attention.forward(", "attention(")
+    (tmp_path / "main.py").write_text(IMPORTS + "model = FSDP(b)\n")
+    assert "model.py" not in {Path(one.path).name for one in migrate_files([tmp_path]).files}

@@ -9,7 +9,7 @@ import re
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, assemble
 from shardwise.fsdp1.codemod.flow import Holds, flow_of, wraps_models
-from shardwise.fsdp1.codemod.program import Program, is_constant, once
+from shardwise.fsdp1.codemod.program import Program, is_constant, iterated_around, once
 from shardwise.fsdp1.codemod.state_calls import shards_in_groups
 from shardwise.source.syntax import (
     FSDP1,
@@ -19,6 +19,7 @@ from shardwise.source.syntax import (
     calls_in,
     given_to,
     last_name,
+    name_on_self,
 )
 from shardwise.source.trace import makes_optimizer
 
@@ -169,15 +170,18 @@ def _is_low(program: Program) -> bool:
 
 
 FORWARD_CODE = "SW136"
+_POLICY = re.compile(r"\b(?:transformer_layer_cls|ModuleWrapPolicy)\b")
 
 
 def rewrite_forward_calls(draft: FileDraft) -> None:
     """Call the model itself; for a part of it, say what happens."""
     for call, func in draft.method_calls("forward"):
-        if draft.holds(func.value) is Holds.ALWAYS:
+        is_model = draft.holds(func.value) is Holds.ALWAYS
+        if is_model or not units_named(draft.program).isdisjoint(_made_of(draft.context, func.value)):
             draft.edit(draft.span(func.value)[1], draft.span(func)[1], "")
             draft.taken.add(call)
-            draft.rewritten(FORWARD_CODE, call, "the model is called itself: .forward() goes past FSDP2's gathering")
+            what = "model" if is_model else "unit"
+            draft.rewritten(FORWARD_CODE, call, f"the {what} is called itself: .forward() goes past FSDP2's gathering")
         elif _is_part(draft, func.value):
             draft.undecided(
                 FORWARD_CODE,
@@ -185,6 +189,37 @@ def rewrite_forward_calls(draft: FileDraft) -> None:
                 "the forward of a part of the sharded model is called: it goes past FSDP2's gathering",
                 "call the part itself; if it is no unit of its own, model.unshard() before",
             )
+
+
+@once
+def units_named(program: Program) -> frozenset[str]:
+    """The classes that policies of the program name as units."""
+    found = set[str]()
+    for context in program.files(_POLICY.search):
+        for call in context.calls:
+            given = call.args if last_name(call.func) == "ModuleWrapPolicy" else []
+            given += [one.value for one in call.keywords if one.arg in ("transformer_layer_cls", "module_classes")]
+            found |= {last_name(one) for value in given for one in ast.walk(value)}
+    return frozenset(found - {""})
+
+
+def runs_units(program: Program, path: str) -> bool:
+    """Whether a file may call the forward of a unit by its name."""
+    text = program.texts[path]
+    return ".forward(" in text and any(name in text for name in units_named(program))
+
+
+def _made_of(context: FileContext, node: ast.expr) -> set[str]:
+    """The classes of which a class makes the `self.name` that an expression, or the loop around it, is about."""
+    owner = context.enclosing_class(node)
+    around = iterated_around(context, node) if isinstance(node, ast.Name) else []
+    names = {name_on_self(one) for text in [context.source(node), *around] for one in ast.walk(ast.parse(text.strip()))}
+    found = set[str]()
+    for one in ast.walk(owner) if owner is not None else ():
+        places = one.targets if isinstance(one, ast.Assign) else [one.func] if isinstance(one, ast.Call) else []
+        if any(name_on_self(inner) in names - {""} for place in places for inner in ast.walk(place)):
+            found |= {last_name(made.func) for made in calls_in(one)}
+    return found
 
 
 def _is_part(draft: FileDraft, node: ast.expr) -> bool:
