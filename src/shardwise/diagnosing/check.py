@@ -133,7 +133,7 @@ _FINDINGS: dict[str, tuple[Severity, str, str]] = {
     "SW433": (
         Severity.ERROR,
         "replicas differ: {num} parameters are not the same on rank {one} and rank {other}",
-        "initialise every rank alike (one seed, or shardwise.materialize), or load the same checkpoint",
+        "initialize all ranks identically (one seed, or shardwise.materialize), or load the same checkpoint",
     ),
     "SW434": (
         Severity.ERROR,
@@ -170,27 +170,27 @@ def _finding(code: str, where: str, **values: Any) -> Finding:
 
 
 def _about(code: str, names: Sequence[str], **values: Any) -> Iterator[Finding]:
-    """One finding about several things, at the first of them; none if there are none."""
+    """Yield one finding about all `names`, located at the first; none if there are no names."""
     if names:
         yield _finding(code, names[0], num=len(names), **values)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A live model, and the optimizers that train it."""
+    """A live model and its optimizers."""
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
     parameters: dict[str, nn.Parameter]
-    """As registered now."""
+    """Parameters as currently registered."""
     groups: dict[str, Any]
-    """FSDP2's groups by the module they stand for."""
+    """FSDP2's groups by module name."""
     mesh: DeviceMesh | None
-    """None when nothing is sharded."""
+    """None if nothing is sharded."""
     plan: Plan | None
     """None for a model sharded by hand."""
     names: dict[int, str]
-    """Identity of a parameter, sharded or unsharded, to its name."""
+    """Parameter name by `id` of the sharded or unsharded parameter."""
 
 
 def snapshot(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
@@ -208,14 +208,14 @@ def snapshot(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> Subject:
 
 
 def mesh_of(model: nn.Module, groups: dict[str, Any]) -> DeviceMesh | None:
-    """The mesh that a model is sharded over, by shardwise or by hand; None when it is not."""
+    """The mesh that a model is sharded over, by shardwise or by hand; None if it is not sharded."""
     if (state := sharded_state(model)) is not None:
         return state.mesh
     return widest_mesh(parameter for group in groups.values() for parameter in compat.sharded_parameters(group))
 
 
 def groups(subject: Subject) -> Iterator[Finding]:
-    """SW411, SW412, SW414: no group, the root alone, or one much larger than the others, which sets the peak."""
+    """SW411, SW412, SW414: no group, only the root, or a group much larger than the others, which sets peak memory."""
     if not subject.groups:
         yield _finding("SW411", "(root)")
     num_blocks = _num_repeated(subject.model)
@@ -232,7 +232,7 @@ def groups(subject: Subject) -> Iterator[Finding]:
 
 
 def _num_repeated(model: nn.Module) -> int:
-    """The largest number of siblings of one class that hold parameters."""
+    """The largest number of siblings of one class that have parameters."""
     counts = [
         sum(1 for child in module.children() if type(child) is kind and any(True for _ in child.parameters()))
         for module in model.modules()
@@ -242,7 +242,7 @@ def _num_repeated(model: nn.Module) -> int:
 
 
 def padding(subject: Subject) -> Iterator[Finding]:
-    """SW415: a dimension so short that most of what ranks hold is padding."""
+    """SW415: a dimension too short for the number of ranks, so that shards contain much padding."""
     for fsdp_param in compat.parameter_records(list(subject.groups.values())) if subject.mesh is not None else ():
         real, held = compat.real_and_padded_numel(fsdp_param)
         parameter = compat.sharded_parameter(fsdp_param)
@@ -251,7 +251,7 @@ def padding(subject: Subject) -> Iterator[Finding]:
 
 
 def between_steps(subject: Subject) -> Iterator[Finding]:
-    """SW416, SW417: groups whose gradient reduction is off, and groups that are unsharded, whose copies go stale."""
+    """SW416, SW417: groups without gradient reduction, and unsharded groups, whose copies become stale."""
     off = [name for name, group in subject.groups.items() if not compat.reduces_gradients(group)]
     yield from _about("SW416", off, total=len(subject.groups))
     yield from _about("SW417", [name for name, group in subject.groups.items() if compat.is_unsharded(group)])
@@ -287,7 +287,7 @@ def dtypes(subject: Subject) -> Iterator[Finding]:
 
 
 def ties(subject: Subject) -> Iterator[Finding]:
-    """SW406: weights that the plan or the model's config ties, and that are no longer one tensor."""
+    """SW406: weights that the plan or the model's config ties, but that are separate tensors."""
     planned = () if subject.plan is None else subject.plan.parameters
     pairs = [(parameter.fqn, alias) for parameter in planned for alias in parameter.aliases]
     pairs += tied_by_config(subject.model)
@@ -299,7 +299,7 @@ def ties(subject: Subject) -> Iterator[Finding]:
 
 
 def held_parameters(subject: Subject) -> Iterator[Finding]:
-    """SW421 to SW424: tensors that are not the model's, parameters in no optimizer or in two, unfit optimizers."""
+    """SW421 to SW424: tensors of other models, parameters in no optimizer or in two, unsupported optimizers."""
     held: Counter[int] = Counter()
     for optimizer in subject.optimizers:
         keys = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -316,11 +316,11 @@ def held_parameters(subject: Subject) -> Iterator[Finding]:
 
 
 _LARGEST = {torch.finfo(dtype).max for dtype in (torch.float32, torch.bfloat16, torch.float64)}
-"""What masks of attention are filled with."""
+"""Fill values of attention masks."""
 
 
 def values(subject: Subject) -> Iterator[Finding]:
-    """SW405, SW434: tensors without values; buffers that nothing wrote after `to_empty()`, often NaN or absurd."""
+    """SW405, SW434: tensors without values; buffers not initialized after `to_empty()`, with NaN or extreme values."""
     buffers = dict(subject.model.named_buffers())
     yield from _about("SW405", [name for name, t in {**subject.parameters, **buffers}.items() if t.is_meta])
     for name, buffer in buffers.items():
@@ -333,7 +333,7 @@ def values(subject: Subject) -> Iterator[Finding]:
 
 
 def offload_backend(subject: Subject) -> Iterator[Finding]:
-    """SW436: offloaded gradients live in CPU memory; clipping them needs a process group that can send from there."""
+    """SW436: offloaded gradients are in CPU memory; clipping them needs a process group with a CPU backend."""
     mesh = subject.mesh
     if mesh is not None and mesh.device_type != "cpu" and "gloo" not in str(dist.get_backend_config()):
         sharded = [(name, p) for name, p in subject.parameters.items() if isinstance(p, DTensor)]
@@ -341,7 +341,7 @@ def offload_backend(subject: Subject) -> Iterator[Finding]:
 
 
 def across_ranks(subject: Subject) -> Iterator[Finding]:
-    """SW431, SW432, SW433, SW435, SW437, SW438: what differs between ranks, and devices that they share."""
+    """SW431, SW432, SW433, SW435, SW437, SW438: differences between ranks, and devices that ranks share."""
     mesh = subject.mesh
     if mesh is None or mesh.size() == 1:
         return
@@ -352,7 +352,7 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
         "buffers": {name: int(fingerprint(b)) for name, b in subject.model.named_buffers() if not b.is_meta},
         "plain": {name: int(fingerprint(p)) for name, p in plain.items()},
         "replicas": _replica_digests(subject),
-        "groups": [  # parameters of other models have no name
+        "groups": [  # without parameters of other models
             [frozenset(name_of[id(p)] for p in group["params"] if id(p) in name_of) for group in optimizer.param_groups]
             for optimizer in subject.optimizers
         ],
@@ -375,9 +375,9 @@ def across_ranks(subject: Subject) -> Iterator[Finding]:
     yield from _optimizer_groups([each["groups"] for each in gathered])
 
 
-def _inputs(told: list[tuple[int, list[int], int]]) -> Iterator[Finding]:
+def _inputs(digests: list[tuple[int, list[int], int]]) -> Iterator[Finding]:
     first: dict[int, tuple[int, int]] = {}
-    for rank, group, digest in told:
+    for rank, group, digest in digests:
         seen = first.setdefault(group[0], (digest, rank))
         if seen[0] != digest:
             yield _finding("SW438", f"rank {rank}", one=seen[1], other=rank)
@@ -392,7 +392,7 @@ def _device(device_type: str) -> str:
 
 
 def _replica_digests(subject: Subject) -> dict[str, int]:
-    """Fingerprints of shards of which other ranks hold copies (HSDP, tensor axis), by their place on other axes."""
+    """Fingerprints of shards that other ranks replicate (HSDP, tensor axis), by name and coordinates on other axes."""
     digests = {}
     for name, parameter in subject.parameters.items():
         if not isinstance(parameter, DTensor) or parameter.is_meta:
@@ -442,18 +442,17 @@ _CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 def check(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> list[Finding]:
     """Find silent training errors in a live model.
 
-    Call it before the first step, or between steps: inside one, groups are unsharded on purpose.
+    Call it before the first step, or between steps: within a step, groups are unsharded on purpose.
 
     Args:
         model: Sharded by shardwise or by hand.
-        optimizer: The optimizer, or several, that train it.
+        optimizer: The optimizer or optimizers of the model.
 
     Returns:
-        What is wrong, the worst first; empty when all is well.
+        The findings, errors first; empty if there are none.
 
     Ranks:
-        Collective. One exchange of fingerprints; reads every buffer and unsharded parameter once, and shards where
-        other ranks hold copies.
+        Collective. One exchange of fingerprints; reads every buffer, unsharded parameter and replicated shard once.
     """
     given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     subject = snapshot(model, given)
@@ -463,7 +462,7 @@ def check(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = 
 
 
 def refuse_errors(findings: Sequence[Finding]) -> None:
-    """Raise a ShardError if any finding is an error; warnings pass. Findings of `check` may differ between ranks."""
+    """Raise a ShardError if any finding is an error. Findings of `check` may differ between ranks."""
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     if errors:
         raise ShardError(

@@ -37,12 +37,12 @@ class KnownBad:
     code: str
     package: str
     versions: str
-    """As in a requirement: `<2.6`, `==2.12.*`."""
+    """Version specifier, as in `<2.6` or `==2.12.*`."""
     what: str
     fix: str
     source: str
     backend: str = ""
-    """Only with this communication backend."""
+    """The affected communication backend; empty: all."""
     severity: Severity = Severity.WARNING
 
 
@@ -100,7 +100,7 @@ def find_known_bad(versions: Mapping[str, str], backend: str) -> list[Finding]:
     found = []
     for row in TABLE:
         try:
-            installed = Version(Version(versions.get(row.package, "")).public)  # without +cpu
+            installed = Version(Version(versions.get(row.package, "")).public)  # without a local part such as +cpu
         except InvalidVersion:
             continue
         if row.backend in backend and installed in SpecifierSet(row.versions, prereleases=True):
@@ -115,13 +115,13 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One collective of one size."""
+    """Measurement of one collective at one size."""
 
     collective: str
     num_bytes: int
-    """Of the whole result."""
+    """Bytes of the full result."""
     seconds: float
-    """Median of a few."""
+    """Median duration of several runs."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -130,7 +130,7 @@ class Measured:
 
 
 def measure_collectives(sizes: tuple[int, ...] = SIZES) -> list[Measured]:
-    """Run each collective that FSDP2 uses at several sizes, and check what it returns; for `start_local`."""
+    """Run each collective that FSDP2 uses at several sizes, and check its results; a target of `start_local`."""
     mesh = init_distributed(MeshConfig())
     device, num_ranks, rank = mesh.device_type, mesh.size(), mesh.get_rank()
     rows = [row for size in sizes for row in _measure(max(size // 4 // num_ranks, 1), rank, num_ranks, device)]
@@ -139,7 +139,7 @@ def measure_collectives(sizes: tuple[int, ...] = SIZES) -> list[Measured]:
 
 
 def _measure(count: int, rank: int, num_ranks: int, device: str) -> list[Measured]:
-    """Each collective with parts of `count` elements."""
+    """Measure each collective with parts of `count` elements."""
     world: Any = dist.group.WORLD
     part = torch.full((count,), float(rank + 1), device=device)
     whole, sent = (torch.full((count * num_ranks,), float(rank + 1), device=device) for _ in range(2))

@@ -30,8 +30,8 @@ from shardwise.sharding.registry import on_recover, sharded_state
 def explained(model: nn.Module) -> Iterator[None]:
     """Add a note to any error that leaves the block: module, group, caller's line, cause and fix.
 
-    The error keeps its type and its traceback. Errors in the forward of a model that `shard` sharded carry the note
-    anyhow; around `loss.backward()` and `optimizer.step()` this is what adds it.
+    The error keeps its type and its traceback. Errors in the forward of a model sharded by `shard` always get the
+    note; use this context for `loss.backward()` and `optimizer.step()`.
 
     Args:
         model: Sharded by shardwise or by hand.
@@ -52,8 +52,8 @@ _REPAIRED = "_shardwise_repaired"
 def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> None:
     """Allow ranks to skip the named modules and any parameters; collective.
 
-    The groups at and below each stay unsharded for a whole pass. It stays with the model when the guard is closed.
-    Where nobody used a parameter it has no gradient, as in one process.
+    The groups of each module and its submodules stay unsharded for a whole pass. The repair remains after the guard is
+    closed. A parameter that no rank used has no gradient, as in one process.
     """
     fix = "guard(model, repair=...) with the same names on every rank: all of them unshard and reduce a tower"
     agree_on("\n".join(towers), "the modules to repair", fix=fix, group=mesh)
@@ -76,7 +76,7 @@ def repair_towers(model: nn.Module, mesh: DeviceMesh, towers: Sequence[str]) -> 
     if kept:
         _keep_unsharded(model, kept)
     done.update({0}, map(id, kept))
-    if first_time:  # send zeros for parameters without a gradient, in every group whose plan does not do so already
+    if first_time:  # reduce zeros for unused parameters, in groups whose plan does not do so already
         state = sharded_state(model)
         planned = [] if state is None else [group.modules[0] for group in state.plan.groups if group.reduce_unused]
         sending = {id(group) for name in planned for group in compat.groups_of(model.get_submodule(name))}
@@ -91,7 +91,7 @@ def _keep_unsharded(model: nn.Module, groups: list[Any]) -> None:
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         kept.unshard()
-        # The order of reductions outside the towers must not depend on whether a tower made the input.
+        # The order of reductions outside the towers must not depend on whether the input requires a gradient.
         return change_tensors((args, kwargs), wanting_gradient) if torch.is_grad_enabled() else None
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
@@ -131,7 +131,7 @@ class Guard:
         """Stop the guard, and record that this rank has left.
 
         Raises:
-            ShardError: What ranks of another machine did differently just before the end is known only now.
+            ShardError: Ranks of another machine diverged just before the end.
 
         Ranks:
             Local.
@@ -149,31 +149,31 @@ def guard(
 ) -> Guard:
     """Guard a sharded model, and raise when ranks diverge.
 
-    `shard` does so by itself, with a patience of a minute; this one also repairs, reports late ranks sooner, and takes
-    models that were sharded by hand. Before each all-gather, reduce-scatter and optimizer step a rank writes down what
-    it is about to do, where the other ranks can read it, and compares with its neighbours. A rank that took another
-    branch raises before it starts the wrong collective; a rank that waits for one that diverged, died or left the loop
-    raises too, and one that waits for a late rank reports it after `patience`. Close it, and nothing is compared. With
-    tensor parallelism the inputs of each forward are compared between the ranks that share them, not only of some.
+    `shard` guards models by default, with a patience of a minute; this function also repairs, reports late ranks
+    sooner, and supports models sharded by hand. Before each all-gather, reduce-scatter and optimizer step a rank
+    records the event for the other ranks, and compares it with its neighbors. A rank that diverges raises before it
+    starts the wrong collective; a rank that waits for one that diverged, died or left the loop raises too, and one that
+    waits for a late rank reports it after `patience`. Closing the guard ends all comparisons. With tensor parallelism
+    the inputs of every forward, not only of some, are compared between the ranks that share them.
 
     Args:
         model: Sharded by shardwise or by hand.
         patience: Seconds without progress after which a waiting rank reports the rank it waits for, and its stack.
-        repair: Names of modules that ranks may skip: all ranks unshard and reduce such towers, with zeros from those
-            that did not run them, and zeros are sent for any parameter that a rank did not use. It costs the
-            memory of keeping the towers unsharded, and stays with the model. What it cannot repair still raises.
-        machine: The name of this machine; ranks of the same name share memory. Default: found out.
-        report: Gets what is said about ranks that are late or diverge; default: print to standard error.
+        repair: Names of modules that ranks may skip: all ranks unshard and reduce such towers, with zeros from ranks
+            that did not run them, and ranks reduce zeros for any unused parameter. The towers stay unsharded, which
+            costs memory, and the repair remains after the guard is closed. Other divergences still raise.
+        machine: Name of this machine; ranks with the same name share memory. Default: detected.
+        report: Receives messages about ranks that are late or diverge; default: print to standard error.
 
     Returns:
-        The guard; `close()` it, or use it as a context, when training ends.
+        The guard; when training ends, call `close()`, or use it as a context manager.
 
     Raises:
-        ShardError: Later, from the model's own calls.
+        ShardError: Raised later, by calls of the model.
 
     Ranks:
-        Collective. Afterwards it sends nothing over the network, unless there are several machines: then one rank of
-        each exchanges a few hundred bytes with some others, four times a second, from a thread.
+        Collective. Afterward a single machine uses no network; of several machines, one rank each exchanges a few
+        hundred bytes with some others, four times per second, in a thread.
     """
     mesh = mesh_of(model, compat.named_groups(model))
     if mesh is None:

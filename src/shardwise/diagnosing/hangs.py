@@ -40,7 +40,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """Where the ranks of one process group diverged."""
+    """The point where the ranks of one process group diverged."""
 
     process_group: str
     number: int
@@ -62,15 +62,15 @@ def explain_hang(folder: str | Path) -> list[Hang]:
     """Read the dumps of a run that hung and find the diverging rank.
 
     Args:
-        folder: Holds one dump a rank (`..._0`, `..._1`: what torch's flight recorder, or `dump_collectives`, wrote),
-            and `groups.json` from `dump_collectives`, which gives the sizes their modules' names.
+        folder: Has one dump per rank (`..._0`, `..._1`), written by torch's flight recorder or `dump_collectives`, and
+            optionally `groups.json` from `dump_collectives`, which maps buffer sizes to module names.
 
     Returns:
-        One entry for each process group whose ranks diverged; empty when the dumps show no difference.
+        One entry for each process group whose ranks diverged; empty if the dumps show no difference.
 
     Raises:
         ConfigError: There are no dumps.
-        CheckpointError: A dump is damaged, or asks for code to be run: it is never unpickled as it is.
+        CheckpointError: A dump is damaged, or its pickle would run code, which is never executed.
 
     Ranks:
         Local; no process group needed.
@@ -98,7 +98,7 @@ def explain_hang(folder: str | Path) -> list[Hang]:
 
 
 def _read_dump(path: Path) -> dict[tuple[str, ...], dict[int, Collective]]:
-    """A dump's collectives by process group (its name and description: many groups share one) and number."""
+    """Return a dump's collectives by process group (name and description, as neither is unique) and number."""
     with path.open("rb") as file:
         dump = load_pickle(file, allowed={}, where=str(path), max_bytes=_MAX_DUMP_BYTES)
     entries = dump.get("entries", []) if isinstance(dump, dict) else []
@@ -120,7 +120,7 @@ def _read_dump(path: Path) -> dict[tuple[str, ...], dict[int, Collective]]:
 
 
 def _divergence(group: str, ranks: Mapping[int, Mapping[int, Collective]], names: Mapping[str, str]) -> Hang | None:
-    """The first collective at which the ranks differ."""
+    """Return the first collective at which the ranks differ."""
     oldest = max(min(collectives, default=0) for collectives in ranks.values())
     last = max(max(collectives, default=0) for collectives in ranks.values())
     for number in range(oldest, last + 1):

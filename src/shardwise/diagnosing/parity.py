@@ -34,7 +34,7 @@ LossOf = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One training task, able to compute the loss of any rank and step on any copy of the model."""
+    """One training task; computes the loss of any rank and step on any copy of the model."""
 
     make_batch: Callable[[int, int, int], Any]
     """From `bind_batch`."""
@@ -45,11 +45,11 @@ class Task:
     device: torch.device
 
     def batch_of(self, rank: int, step: int) -> Any:
-        """`rank`'s batch of `step`, the same each time it is asked for; dropout then draws the same numbers too."""
+        """Return the batch of a rank and step, always the same; also seeds the generators, for equal dropout."""
         unique = self.seed + 1 + step * self.num_ranks + rank
         seed_everything(unique)
         batch = self.make_batch(rank, step, unique)
-        seed_everything(unique)  # however much the batch drew
+        seed_everything(unique)  # independent of the numbers drawn for the batch
         return batch if self.device.type == "cpu" else cast_inputs(batch, device=self.device)
 
     def loss_of(self, model: nn.Module, rank: int, step: int, batch: Any = None) -> Tensor:
@@ -68,8 +68,8 @@ class Task:
 def bind_batch(make_batch: Callable[..., Any]) -> Callable[[int, int, int], Any]:
     """Turn any accepted form of `make_batch` into `(rank, step, seed) -> batch`.
 
-    Accepted are the keywords `rank`, `step` and `seed` in any combination; nothing at all (the generators
-    are seeded for it); one other parameter, the seed; or two, rank and step.
+    Accepted are any of the keywords `rank`, `step` and `seed`; no parameters (the generators are seeded
+    before the call); one parameter of another name, the seed; or two, rank and step.
     """
     required = _required_parameters(make_batch, "make_batch")
     known = {"rank", "step", "seed"} & set(inspect.signature(make_batch).parameters)
@@ -109,14 +109,14 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     """`model(**batch)` for a mapping, `model(*batch)` for a tuple or list, else `model(batch)`."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    # A named tuple is one argument with a type of its own, not a list of arguments.
+    # A named tuple is a single argument, not a list of arguments.
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
         return model(*batch)
     return model(batch)
 
 
 def loss_of_output(output: Any) -> Tensor:
-    """The loss a model computed itself (`.loss`, or its only scalar), or the mean of squares of what it returned."""
+    """Return the model's own loss (`.loss`, or its only scalar), else the mean of squares of its outputs."""
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor) and own.ndim == 0:
         return own
@@ -165,11 +165,11 @@ class ReferenceStep(NamedTuple):
     """Results of one step in one process."""
 
     losses: list[float]
-    """One per rank."""
+    """Loss of each rank."""
     gradients: dict[str, Tensor | None]
-    """Averaged over ranks; None where no rank has one."""
+    """Gradients averaged over ranks; None if no rank has one."""
     own_gradients: dict[str, Tensor | None]
-    """Before averaging, of the calling rank."""
+    """Gradients of the calling rank before averaging."""
 
 
 @dataclass(slots=True)
@@ -183,16 +183,16 @@ class ReferenceRun:
     optimizer: Optimizer
     task: Task
     rank: int
-    """The rank that runs this."""
+    """The rank of this process."""
     buffers: list[Buffers] = field(default_factory=list)
     parameter_order: dict[str, int] = field(default_factory=dict)
-    """Parameter FQN to its place in the order of forward, known after the first step."""
+    """Index of each parameter in the order of forward; known after the first step."""
 
     def step(self, step: int) -> ReferenceStep:
-        """Run every rank's batch of `step`, average the gradients and let the optimizer step."""
+        """Run every rank's batch of `step`, average the gradients and step the optimizer."""
         if not self.buffers:
             for _ in range(self.task.num_ranks):
-                copies: dict[int, Tensor] = {}  # two names of one tensor stay one tensor
+                copies: dict[int, Tensor] = {}  # keeps tied buffers tied
                 self.buffers.append(
                     {
                         name: None if buffer is None else copies.setdefault(id(buffer), buffer.clone())
@@ -235,15 +235,15 @@ def _noting_order(model: nn.Module, order: dict[str, int]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        note(model)  # parameters that were never used through a module come after the others
+        note(model)  # parameters of modules that were not called come last
 
 
 def average(gradients: list[Tensor | None]) -> Tensor | None:
-    """Mean over ranks, a rank without a gradient counting as zero; None when none has one."""
+    """Return the mean over ranks, where a missing gradient counts as zero; None if all are missing."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None
-    # Summed in at least float32, as shardwise reduces: 16-bit sums would lose what is being compared.
+    # Summed in at least float32, as shardwise reduces: 16-bit sums would hide the differences.
     wide = torch.promote_types(present[0].dtype, torch.float32)
     total = present[0].to(wide, copy=True)
     for gradient in present[1:]:
@@ -336,10 +336,10 @@ class RunComparison:
     ) -> dict[str, Gap]:
         """Compare this rank's part of every pair, relative to the full tensor.
 
-        `mistaken` is what the sharded run would hold after the usual mistake.
+        `mistaken` are the values that the usual mistake would give in the sharded run.
         """
         gaps, slack = {}, self.slack if quantity == "parameter" else {}
-        # Running statistics move with the parameters before them.
+        # Running statistics depend on the parameters, so they may deviate as much.
         usual_slack = torch.tensor(self.drift) if quantity == "buffer" else None
         others = names_elsewhere(self.model)
         for name, value in theirs.items():
@@ -364,7 +364,7 @@ class RunComparison:
         *,
         usual_mistake: bool = False,
     ) -> None:
-        """Keep the worst, and the first that differs: earliest in time, then by forward order."""
+        """Record the largest deviation, and the first difference: by time, then in the order of forward."""
         order, fields = self.reference.parameter_order, ("sharded", "reference", "relative", "within")
         same = {"quantity": quantity, "step": step, "rank": self.reference.rank}
         deviations = [
@@ -396,7 +396,7 @@ class RunComparison:
 def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return this rank's part of a tensor, and the same part of the single-process tensor.
 
-    Between them the ranks compare everything, replicas too, and none waits for another that has no gradient.
+    Together the ranks compare all elements, including replicas, without communication.
     """
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return ours, theirs
@@ -405,7 +405,7 @@ def own_part(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None,
 
 
 def ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Parameters with several names: each name with all of them."""
+    """Map each name of a tied parameter to all of its names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -430,36 +430,36 @@ def parity(
 ) -> Parity:
     """Train a model sharded and in one process, and compare losses, gradients, parameters and buffers.
 
-    The one process runs each rank's batch in turn, with that rank's buffers and random numbers, averages
+    The single process runs each rank's batch in turn, with that rank's buffers and random numbers, averages
     the gradients and steps the same optimizer. Batch statistics and losses over a batch are therefore per
-    rank, as they are in training, and dropout may stay on. What a module keeps outside parameters and
-    buffers is shared between the batches in the one process, and must not matter.
+    rank, as in training, and dropout may stay on. Other state of modules, outside parameters and buffers,
+    is shared between the batches in the single process, and must not affect the results.
 
-    On a mesh with a context or a pipeline axis a batch is a mapping, of which a rank runs a part of each sequence, or
-    micro-batches of rows: its loss must be the mean of the losses of such parts, and dropout must be off.
+    On a mesh with a context or a pipeline axis a batch must be a mapping. Ranks run a part of each sequence, or
+    micro-batches of rows: the loss must be the mean of the losses of such parts, and dropout must be off.
 
     Args:
-        build_model: Called twice after the same seeding; may build on the meta device.
-        make_batch: Takes `rank`, `step`, `seed` by these names; or nothing; or one seed; or rank and step.
-            A tuple or list is spread over the model's arguments, a mapping over its keywords.
+        build_model: Called twice with the same seeds; may build on the meta device.
+        make_batch: Takes parameters named `rank`, `step`, `seed`; or none; or one seed; or rank and step.
+            A tuple or list is passed as the model's positional arguments, a mapping as keywords.
         loss: `loss(output)`, `loss(output, batch)` or `loss(model, batch)`; by default the output's own loss,
-            else the mean of squares of what the model returned.
+            else the mean of squares of the model's outputs.
         config: How to shard.
         steps: Optimizer steps.
         optimizer: Takes parameters, returns an optimizer; AdamW with lr=1e-3 by default.
         mesh: From `init_distributed`; by default all ranks of the process group.
         seed: Of weights and batches.
         tolerance: Allowed difference relative to a tensor's largest value. By default 1e-5 in float32 (1e-4
-            after the first step), because ranks add up in another order and an adaptive optimizer magnifies
-            that; coarser where the plan computes or stores in 16 bits.
-        device: Where both run; the mesh's by default.
+            after the first step), because ranks sum in another order and an adaptive optimizer magnifies the
+            rounding; larger if the plan computes or stores in 16 bits.
+        device: Device of both runs; the mesh's by default.
 
     Returns:
         The verdict, the same on every rank. A difference is a result, not an error.
 
     Raises:
         ConfigError: `build_model`, `make_batch` or `loss` cannot be used.
-        ShardError: `build_model` makes different weights on different ranks.
+        ShardError: `build_model` returns different weights on different ranks.
 
     Ranks:
         Collective. Each rank also holds the full model, for the single-process run.
@@ -492,7 +492,7 @@ def parity(
 def _sharded(
     model: nn.Module, config: ShardConfig, mesh: DeviceMesh, task: Task, rank: int
 ) -> tuple[nn.Module, Callable[[int], float]]:
-    """The sharded model, or this rank's stages of it, and what runs forward and backward of a step."""
+    """Return the sharded model, or this rank's stages of it, and a function for forward and backward of a step."""
     context, is_piped = sub_mesh(mesh, ("context",)), sub_mesh(mesh, ("pipeline",)) is not None
 
     def batch_of(step: int) -> Any:
@@ -534,7 +534,7 @@ def _sharded(
 
 
 def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The model for one process and the model to shard, from the same random numbers; ranks compare what they built."""
+    """Build the reference model and the model to shard from the same random numbers; ranks compare the weights."""
     built = []
     for _ in range(2):
         seed_everything(seed)
@@ -567,7 +567,7 @@ def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.
 
 
 def _materialized(model: nn.Module, seed: int) -> nn.Module:
-    """The model with real tensors; parameters on meta are initialised from the same seed in both runs."""
+    """Return the model with real tensors; meta tensors are initialized from the same seed in both runs."""
     if _has_meta(model):
         seed_everything(seed)
         materialize(model)
@@ -575,7 +575,7 @@ def _materialized(model: nn.Module, seed: int) -> nn.Module:
 
 
 def _upcast(model: nn.Module, plan: Plan) -> None:
-    """Store in one process what the plan stores in a wider dtype; widening changes no value."""
+    """Upcast the parameters of the single process that the plan upcasts; this changes no value."""
     for planned in plan.parameters:
         if planned.upcast_from:
             parameter = model.get_parameter(planned.fqn)
@@ -587,7 +587,7 @@ def _has_meta(model: nn.Module) -> bool:
 
 
 def _checksums(model: nn.Module) -> str:
-    """A line for each parameter and buffer, which changes with its values."""
+    """Return a line for each parameter and buffer, with a fingerprint of its values."""
     return "\n".join(
         f"{name} {tuple(tensor.shape)} {tensor.dtype} {'meta' if tensor.is_meta else int(fingerprint(tensor))}"
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.planning.plan import Plan
 
 Quantity = Literal["weight", "tie", "loss", "gradient", "parameter", "buffer"]
-# The order in which things happen in a step: the first to differ is the one to look at.
+# The order of events in a step: the first difference is the one to report.
 ORDER: tuple[Quantity, ...] = ("weight", "tie", "loss", "gradient", "parameter", "buffer")
 
 
@@ -26,9 +26,9 @@ class Deviation:
     step: int
     """Counted from 1; 0 is before the first step."""
     rank: int
-    """The rank that saw it."""
+    """The rank that found it."""
     sharded: float | None
-    """Value at the worst element; None when there is no gradient."""
+    """Value at the worst element; None if there is no gradient."""
     reference: float | None
     relative: float
     """Largest difference over the tensor's scale; infinite when only one side has a value."""
@@ -75,7 +75,7 @@ class Parity:
     losses: tuple[float, ...]
     """Mean over ranks of the sharded run's loss, step by step."""
     reference_losses: tuple[float, ...]
-    """The same of one process."""
+    """Mean over ranks of the losses in one process, step by step."""
     tolerance: float
     """Allowed difference, relative to a tensor's largest value."""
     tolerance_reason: str
@@ -86,11 +86,11 @@ class Parity:
     """One line about how the model was sharded."""
 
     def worst_of(self, quantity: Quantity) -> Deviation | None:
-        """The largest deviation of one quantity; None when nothing of the kind was compared."""
+        """The largest deviation of one quantity; None if it was not compared."""
         return next((deviation for deviation in self.worst if deviation.quantity == quantity), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON, which knows neither infinity nor NaN: those become None."""
+        """All fields as plain values, for JSON; infinity and NaN become None."""
         return _for_json(asdict(self))
 
     def __str__(self) -> str:
@@ -132,8 +132,8 @@ _CAUSES = {
     "untouched": "gradients agree but the optimizer did not change it: the optimizer holds other tensors than the "
     "model (built before sharding, or while the model was unsharded)",
     "parameter": "gradients agree and the update does not: an optimizer that looks at whole tensors (norms, factored "
-    "or orthogonalised updates) saw only this rank's shard",
-    "buffer": "a buffer is each rank's own: it was synchronised, cast, or updated more or less often",
+    "or orthogonalized updates) saw only this rank's shard",
+    "buffer": "a buffer is each rank's own: it was synchronized, cast, or updated more or less often",
 }
 
 
@@ -148,7 +148,7 @@ def likely_cause(
 ) -> str:
     """Return the likely cause of the deviations of one quantity in one step, in the order of forward.
 
-    `usual_mistake`: a gradient equals this rank's own, not averaged; a parameter is what it was before the step.
+    `usual_mistake`: the gradient equals this rank's own before averaging; the parameter did not change in the step.
     """
     first = deviations[0]
     if first.quantity == "gradient":
@@ -177,8 +177,8 @@ def _cause_in_gradient(
         )
     if first.reference is None:
         return (
-            "one process has no gradient here, the sharded run has one: zeros were reduced for a parameter nobody "
-            'used, which weight decay then shrinks (unused_parameters="skip" keeps them at None)'
+            "one process has no gradient here, the sharded run has one: zeros were reduced for a parameter no "
+            'rank used, which weight decay then shrinks (unused_parameters="skip" keeps them at None)'
         )
     if is_local and world_size > 1:
         return "it is this rank's own gradient, not averaged over ranks: the parameter was left out of sharding"
@@ -200,7 +200,7 @@ def _cause_in_gradient(
 
 
 def _common_ratio(deviations: Sequence[Deviation]) -> float | None:
-    """The factor that all deviations share, if they share one."""
+    """Return the common factor of all deviations, if any."""
     ratios = [d.sharded / d.reference for d in deviations if d.sharded is not None and d.reference]
     if not ratios or len(ratios) < len(deviations):
         return None
@@ -210,8 +210,8 @@ def _common_ratio(deviations: Sequence[Deviation]) -> float | None:
     return middle if shared and close else None
 
 
-# A gradient below this part of the model's largest is judged on the scale of the large one: where
-# contributions cancel (a key bias under softmax), what is left is the rounding error of large numbers.
+# Tensors whose gradients are below this fraction of the model's largest are compared on that scale: where
+# contributions cancel (a key bias under softmax), the remainder is the rounding error of large numbers.
 GRADIENT_FLOOR = 0.1
 # An adaptive step is at most a few times the typical update; see `step_slack`.
 SLACK_FACTOR = 4.0
@@ -224,7 +224,7 @@ class Gap:
     relative: float
     """Largest difference over the tensor's scale; infinite when only one side has a value."""
     excess: float
-    """Largest difference over what is allowed there; above 1 is a difference."""
+    """Largest ratio of difference to allowed difference; above 1 is not allowed."""
     sharded: float | None
     reference: float | None
     furthest: float = math.inf
@@ -246,7 +246,7 @@ def measure(
 ) -> Gap:
     """Compare two tensors on the scale of the reference's largest value, or of `floor` if that is larger.
 
-    Integers and booleans must be equal; `slack` is the absolute difference allowed in each element on top.
+    Integers and booleans must be equal; `slack` is an additional absolute difference allowed in each element.
     """
     if sharded is None or reference is None:
         far = 0.0 if sharded is reference else math.inf
@@ -256,7 +256,7 @@ def measure(
     if reference.numel() == 0:
         return Gap(0.0, 0.0, 0.0, 0.0, 0.0)
     ours, theirs = _flat(sharded), _flat(reference)
-    # NaN or infinity is equal in the same place on both sides, else infinitely far.
+    # NaN or infinity is equal at the same place on both sides, else an infinite difference.
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     difference = torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(math.inf, math.inf))
     scale = max(largest(reference), floor)
@@ -275,7 +275,7 @@ def step_slack(sharded: Tensor, reference: Tensor, largest_update: float) -> Ten
     """Return the allowed difference of each element after one optimizer step, given both gradients.
 
     An adaptive optimizer divides a gradient by its own size, so a relative error of r in a gradient becomes
-    about r times the update; where a gradient is nothing but rounding noise, its very sign is arbitrary.
+    about r times the update; if a gradient is only rounding noise, even its sign is arbitrary.
     """
     ours, theirs = _flat(sharded), _flat(reference)
     relative = ((ours - theirs).abs() / theirs.abs()).nan_to_num(0.0, 1.0).clamp(max=1.0)
@@ -283,7 +283,7 @@ def step_slack(sharded: Tensor, reference: Tensor, largest_update: float) -> Ten
 
 
 def largest(tensor: Tensor | None) -> float:
-    """The largest finite magnitude; 0 when there is none."""
+    """The largest finite magnitude; 0 if there is none."""
     if tensor is None:
         return 0.0
     flat = _flat(tensor).abs()
@@ -309,10 +309,10 @@ ORDER_REASON = (
     "{dtype}; ranks add up in another order than one process; tenfold after the first step, gradients on the scale "
     "of at least a tenth of the model's largest"
 )
-STORAGE_REASON = "{dtype} storage; a sum taken in another order rounds to the neighbouring value"
+STORAGE_REASON = "{dtype} storage; a sum taken in another order rounds to the neighboring value"
 COMPUTE_REASON = "{dtype} compute against one process in storage precision; every product is rounded"
-# Relative to a tensor's largest value. A 16-bit storage dtype is off by a few units in the last place, 16-bit
-# compute by the accumulated rounding of a whole forward and backward.
+# Relative to a tensor's largest value: with 16-bit storage a few units in the last place, with 16-bit compute the
+# accumulated rounding of a forward and backward.
 STORAGE = {"bfloat16": 0.02, "float16": 0.005}
 COMPUTE = {"bfloat16": 0.1, "float16": 0.02}
 
@@ -324,7 +324,7 @@ class Tolerance:
     relative: float
     reason: str
     low_precision: bool = False
-    """The sharded run computes in fewer bits than one process."""
+    """Whether the sharded run computes in fewer bits than one process."""
     growth: float = 1.0
     """Factor from the second step on: an adaptive optimizer magnifies rounding."""
 

@@ -19,13 +19,13 @@ def dump_collectives(folder: str | Path, model: nn.Module | None = None) -> Path
 
     Args:
         folder: Created if absent; every rank writes into the same folder.
-        model: Sharded; its groups' sizes are written too, so that collectives get their modules' names.
+        model: The sharded model; the sizes of its groups are also written, to name the modules of collectives.
 
     Returns:
-        The file; None where the recorder was off.
+        The file; None if the recorder is off.
 
     Ranks:
-        Local: works while other ranks hang, from any thread.
+        Local: works in any thread, also while other ranks hang.
     """
     record = compat.flight_record()
     if record is None:
@@ -40,7 +40,7 @@ def dump_collectives(folder: str | Path, model: nn.Module | None = None) -> Path
 
 
 def _sizes(model: nn.Module) -> dict[str, str]:
-    """Modules by the number of elements that their groups all-gather and reduce-scatter."""
+    """Module names by the number of elements that their groups all-gather and reduce-scatter."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, group in compat.named_groups(model).items():
         gathered, reduced = compat.collective_numels(group)

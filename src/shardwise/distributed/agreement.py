@@ -21,15 +21,15 @@ from shardwise.errors import ShardError, ShardwiseError, listed
 T = TypeVar("T")
 S = TypeVar("S")
 _MAX_DIFF_LINES = 40
-_TIMEOUT = timedelta(hours=4)  # a slow disk of one rank must not end the run of all
+_TIMEOUT = timedelta(hours=4)  # one rank's slow disk must not end the run
 
 
 class Channel:
     """A separate gloo group of all ranks, or this process without a process group.
 
-    One thread at a time may use it. Messages are pickled and trusted: they come from the ranks of this run. Collective,
-    and so is every method but `close`: every rank must make its channels in the same order. `kind` is raised when a
-    rank does not arrive or cannot be reached, and on other ranks for an error that is not a `ShardwiseError`.
+    Not thread-safe. Messages are pickled and trusted: they come from the ranks of this run. The constructor and all
+    methods except `close` are collective; every rank must create its channels in the same order. `kind` is the class of
+    the error for a missing or unreachable rank, and on other ranks for an error that is not a `ShardwiseError`.
     """
 
     def __init__(self, kind: type[ShardwiseError] = ShardError) -> None:
@@ -45,9 +45,9 @@ class Channel:
             self._group = compat.private_gloo_group(self._store, _TIMEOUT)
 
     def arrive(self) -> None:
-        """Return when every rank is here; within the process group's timeout, or the missing ones are named.
+        """Wait until every rank calls this; an error names the ranks missing after the process group's timeout.
 
-        Call it first in what users call: once all are here, they may wait for each other's work for hours.
+        Call it first in public functions: the collectives after it have a timeout of hours.
         """
         if self._store is None:
             return
@@ -61,7 +61,7 @@ class Channel:
         except RuntimeError as error:
             with self._reached():
                 missing = str([rank for rank in range(self.size) if not self._has_arrived(rank)])
-                self._store.set("missing", missing)  # for those that come after all
+                self._store.set("missing", missing)  # for ranks that arrive later
             raise self._not_arrived(missing) from error
         if missing:
             raise self._not_arrived(missing)
@@ -71,7 +71,7 @@ class Channel:
         return self._gather(value, on_all=True)
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, by rank, on rank 0; nothing on the others."""
+        """The value of every rank, by rank, on rank 0; an empty list on the others."""
         return self._gather(value, on_all=False)
 
     def run_on_all(self, work: Callable[[], T]) -> T:
@@ -113,7 +113,7 @@ class Channel:
         with self._reached():
             lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
             self._group.allgather([lengths], [torch.tensor([len(data)], device="cpu")]).wait()
-            # On the CPU whatever the default device is; zeros, so that no memory of ours travels as padding.
+            # On the CPU, regardless of the default device; padded with zeros, to send no uninitialized memory.
             sent = torch.zeros(int(max(lengths)), dtype=torch.uint8, device="cpu")
             sent[: len(data)] = data
             parts = [torch.empty_like(sent) for _ in range(self.size if on_all or self.rank == 0 else 0)]
@@ -128,7 +128,7 @@ class Channel:
 
 
 Ranks = dist.ProcessGroup | DeviceMesh | Channel | None
-"""Who takes part; None: all ranks, or this process alone where there is no process group."""
+"""The participating ranks; None: all ranks, or only this process if there is no process group."""
 
 
 def gather_objects(value: T, *, group: Ranks = None) -> list[T]:
@@ -137,7 +137,7 @@ def gather_objects(value: T, *, group: Ranks = None) -> list[T]:
         return group.all_gather(value)
     if not _is_distributed():
         return [value]
-    if dist.get_backend() == "fake":  # rank 0 of a world that does not exist: benchmarks and estimates
+    if dist.get_backend() == "fake":  # the other ranks do not exist: benchmarks and estimates
         return [value] * (group.size() if group is not None else dist.get_world_size())
     if isinstance(group, DeviceMesh):
         gathered = [value]
@@ -146,7 +146,7 @@ def gather_objects(value: T, *, group: Ranks = None) -> list[T]:
         return gathered
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
-    return values  # pyrefly: ignore[bad-return]  # every place is filled
+    return values  # pyrefly: ignore[bad-return]  # no None is left
 
 
 def gather_over_mesh(mesh: DeviceMesh | None, value: T) -> list[T]:
@@ -155,7 +155,7 @@ def gather_over_mesh(mesh: DeviceMesh | None, value: T) -> list[T]:
 
 
 def flag_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the CPU if the backend supports it: a flag on a GPU would synchronize with all queued work."""
+    """Return the CPU if the backend supports it: reading a flag on a GPU waits for all queued work."""
     backends = dist.get_backend_config(group)
     if "cpu:" in str(backends) and "cpu:nccl" not in str(backends):
         return torch.device("cpu")
@@ -171,7 +171,7 @@ def is_first(mesh: DeviceMesh | None) -> bool:
 def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> T:
     """Run `work` on the first rank and return its result, or raise its error, on every rank.
 
-    Collective: nobody is left waiting for a rank that has failed. The result must be picklable.
+    Collective: no rank waits for one that has failed. The result must be picklable.
     """
     if not _is_distributed():
         return work()
@@ -197,9 +197,9 @@ def on_rank_zero(work: Callable[[], T], *, group: dist.ProcessGroup | DeviceMesh
 
 
 def agree_on(value: str, what: str, *, fix: str = "", group: Ranks = None) -> None:
-    """Raise a ShardError on every rank unless all have the same text, with the lines that differ from rank 0's.
+    """Raise a ShardError on every rank unless `value` is the same on all, with the lines that differ from rank 0's.
 
-    `what` says what it is, as in "the sharding plan". Collective: one small all-gather when the ranks agree.
+    `what` describes the value, as in "the sharding plan". Collective: one small all-gather if the ranks agree.
     """
     digests = gather_objects(hashlib.sha256(value.encode()).hexdigest(), group=group)
     if len(set(digests)) == 1:
@@ -221,8 +221,8 @@ def raise_on_all_ranks(
 ) -> None:
     """Raise on every rank if any rank passes an error; collective, after local work that can fail.
 
-    A rank raises its own error where it has one; the others that of the first rank that has, under its number, and as
-    `kind` where it is none of ours.
+    A rank with an error raises its own; the other ranks raise the error of the first failed rank, with its number, and
+    as `kind` if it is not a `ShardwiseError`.
     """
 
     def work() -> None:
@@ -242,23 +242,23 @@ def run_and_gather(
 ) -> tuple[T, list[S]]:
     """Run `work` on every rank; if it fails on one, raise on all. One exchange between the ranks instead of two.
 
-    `work` must not communicate. It returns what this rank keeps, and a small value that all ranks get to know.
+    `work` must not communicate. It returns a result for this rank, and a small value to gather from all ranks.
     """
     try:
-        kept, told = work()
+        result, value = work()
     except BaseException as error:  # DCP's CheckpointException is not an Exception
         gather_objects((as_shardwise_error(error, kind), None), group=group)
         raise
-    told_by_all = gather_objects((None, told), group=group)
-    for rank, (error, _) in enumerate(told_by_all):
+    gathered = gather_objects((None, value), group=group)
+    for rank, (error, _) in enumerate(gathered):
         if error is not None:
-            what = f"rank {rank}: {error.what}" if len(told_by_all) > 1 else error.what
+            what = f"rank {rank}: {error.what}" if len(gathered) > 1 else error.what
             raise type(error)(what, where=error.where or f"rank {rank}", why=error.why, fix=error.fix)
-    return kept, [value for _, value in told_by_all]
+    return result, [value for _, value in gathered]
 
 
 def as_shardwise_error(error: BaseException, kind: type[ShardwiseError] = ShardError) -> ShardwiseError:
-    """Return the error if it is a ShardwiseError, else an equivalent one that can be sent to other ranks."""
+    """Return the error if it is a ShardwiseError, else one with its message that can be sent to other ranks."""
     if isinstance(error, ShardwiseError):
         return error
     return kind(

@@ -57,7 +57,7 @@ def encode(kind: CollectiveKind, group: int, num_elements: int) -> int:
 
 
 def is_step(event: int) -> bool:
-    """Whether it is an optimizer step."""
+    """Whether the event is an optimizer step."""
     return event >= _STEP
 
 
@@ -86,7 +86,7 @@ class GroupNames:
         self._num_of_class: Counter[str] = Counter()
         self._num_groups = 0
         self.num_models = 0
-        """Models that are compared now; with more than one, messages say of which model a group is."""
+        """Number of compared models; with more than one, messages name the model of each group."""
         self.add("", names)
 
     def add(self, model: str, names: Sequence[str]) -> list[int]:
@@ -100,9 +100,9 @@ class GroupNames:
         return numbers
 
     def add_step(self, parameters: Sequence[tuple[int, int]]) -> int:
-        """Return the step event of an optimizer with these parameters: their groups, and their positions in them.
+        """Return the step event of an optimizer with these parameters, each given as its group and its index there.
 
-        It is not a collective, but what is done before it must be the same on all ranks.
+        A step is not a collective, but the collectives before it must be the same on all ranks.
         """
         event = _STEP | zlib.crc32(repr(parameters).encode()) & 0xFFFF
         models = {self._names[group][0] for group, _ in parameters}
@@ -113,25 +113,25 @@ class GroupNames:
         return event
 
     def name(self, event: int) -> str:
-        """The module of the group."""
+        """The module name of the event's group."""
         return self._names.get(group_of(event), ("", "?"))[1]
 
     def model(self, event: int) -> str:
-        """The model of the group."""
+        """The model name of the event's group."""
         return self._names.get(group_of(event), ("", "?"))[0]
 
     def in_words(self, event: int) -> str:
-        """As in "all-gather of `layers.0` for backward"."""
+        """Describe an event, as in "all-gather of `layers.0` for backward"."""
         return self._step(event) if is_step(event) else _NAMES[kind_of(event)].format(self.full_name(event))
 
     def place_of(self, event: int) -> str:
-        """As in "in the backward of `layers.0`"."""
+        """Describe the place of an event, as in "in the backward of `layers.0`"."""
         return (
             f"in the {self._step(event)}" if is_step(event) else _PLACES[kind_of(event)].format(self.full_name(event))
         )
 
     def full_name(self, event: int) -> str:
-        """As in "`layers.0`", or "`layers.0` of Decoder" where there are several models."""
+        """The name of the event's group, as in "`layers.0`", or with several models "`layers.0` of Decoder"."""
         return f"`{self.name(event)}`" + (f" of {self.model(event)}" if self.num_models > 1 else "")
 
     def _step(self, event: int) -> str:
@@ -139,7 +139,7 @@ class GroupNames:
 
 
 HISTORY = 1024
-# Twice what is read: copying up to HISTORY new events at once overwrites nothing that a reader still takes for valid.
+# Twice the readable part: copying up to HISTORY new events at once overwrites no event that a reader considers valid.
 _RING = 2 * HISTORY
 _MASK = _RING - 1
 _TEXT_BYTES = 8064
@@ -148,35 +148,35 @@ _TEXT_BYTES = 8064
 class RankTrace(ctypes.Structure):
     """One rank's trace: its last collectives, its state, and the stack of its training thread or its error.
 
-    It lies in memory that the ranks of a machine share; of a rank on another machine it is a copy.
+    It is in memory shared by the ranks of a machine; the trace of a rank on another machine is a copy.
     """
 
     _fields_ = (
         ("count", ctypes.c_uint64),  # events the rank has written
-        ("step", ctypes.c_uint64),  # step it is in, from 1
-        ("agreed_steps", ctypes.c_uint64),  # optimizer steps that this rank has compared with other machines
+        ("step", ctypes.c_uint64),  # current step, from 1
+        ("agreed_steps", ctypes.c_uint64),  # optimizer steps compared with other machines
         ("pid", ctypes.c_uint64),
-        ("moved_at", ctypes.c_double),  # when it was last seen to write an event
-        ("sent_at", ctypes.c_double),  # when this copy was made, on the clock of its machine
-        ("heard_at", ctypes.c_double),  # when this copy arrived, on the clock of this machine
+        ("moved_at", ctypes.c_double),  # time of the last observed event
+        ("sent_at", ctypes.c_double),  # time of the copy, on the clock of its machine
+        ("heard_at", ctypes.c_double),  # arrival of the copy, on the clock of this machine
         ("text_length", ctypes.c_uint64),
         ("text_count", ctypes.c_uint64),  # events written when the text was set
-        ("has_ended", ctypes.c_bool),  # its guard was closed: no more events will come
+        ("has_ended", ctypes.c_bool),  # its guard was closed: no more events follow
         ("is_gone", ctypes.c_bool),  # its process has ended; in copies only
         ("has_concluded", ctypes.c_bool),  # the text is a verdict
-        ("wants_all", ctypes.c_bool),  # it needs the traces of all machines, not only of those next to its own
+        ("wants_all", ctypes.c_bool),  # it needs the traces of all machines, not only of neighbors
         ("text_bytes", ctypes.c_char * _TEXT_BYTES),
         ("ring", ctypes.c_uint32 * _RING),
     )
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process still runs, as far as is known."""
+        """Whether its process is running, as far as known."""
         return not self.is_gone if self.heard_at else self.pid == 0 or _runs(self.pid)
 
     @property
     def has_left(self) -> bool:
-        """Whether no more events will come."""
+        """Whether the rank writes no more events."""
         return self.has_ended or not self.is_alive
 
     @property
@@ -214,7 +214,7 @@ class RankTrace(ctypes.Structure):
         return self.ring[index & _MASK] if self.first <= index < self.count else None
 
     def events(self, start: int, end: int) -> bytes:
-        """The events from one index up to another, four bytes each; they must be among the last HISTORY."""
+        """The events from index `start` to `end`, four bytes each; they must be among the last HISTORY."""
         ring = memoryview(self.ring).cast("B")
         first, last = 4 * (start & _MASK), 4 * (end & _MASK)
         return bytes(ring[first:last]) if first <= last else bytes(ring[first:]) + bytes(ring[:last])
@@ -239,7 +239,7 @@ class RankTrace(ctypes.Structure):
         """Serialize the trace for other machines."""
         message = RankTrace.from_buffer_copy(self)
         message.sent_at = time.monotonic()
-        # A rank that moves is alive; to ask the system costs more.
+        # A rank that makes progress is alive; asking the system is slower.
         message.is_gone = self.seconds_still > _GONE_SECONDS and not self.is_alive
         return bytes(message)
 
@@ -247,17 +247,17 @@ class RankTrace(ctypes.Structure):
         """Load the trace of a rank on another machine."""
         theirs = RankTrace.from_buffer_copy(message)
         if theirs.count < self.count:
-            return  # two ranks of this machine have read the store, and the other one later
+            return  # another rank of this machine has copied a later message
         theirs.heard_at = time.monotonic()
         theirs.moved_at += theirs.heard_at - theirs.sent_at
         count, theirs.count = theirs.count, self.count
         ctypes.memmove(ctypes.byref(self), ctypes.byref(theirs), ctypes.sizeof(self))
-        self.count = count  # last: whoever sees it finds the events
+        self.count = count  # last: a reader that sees the count finds the events
 
     def writer(self, others: Sequence[RankTrace]) -> Callable[[int], bool]:
         """Return a function that appends an event, and returns whether another rank may have a different one.
 
-        It runs before each collective of a training step, so it does nothing else.
+        It runs before each collective of a training step, so it must be fast.
         """
         ring, near = self.ring, tuple((other, other.ring) for other in others)
         count = self.count
@@ -266,8 +266,8 @@ class RankTrace(ctypes.Structure):
             nonlocal count
             index, place = count, count & _MASK
             ring[place] = event
-            self.count = count = index + 1  # last: whoever sees it finds the event
-            for other, their_ring in near:  # noqa: SIM110 - any() would take as long as all the rest
+            self.count = count = index + 1  # last: a reader that sees the count finds the event
+            for other, their_ring in near:  # noqa: SIM110 - any() would double the time
                 if other.count > index and their_ring[place] != event:
                     return True
             return False
@@ -279,11 +279,11 @@ def create_shared_trace(num_ranks: int) -> Path:
     """Create the file, in shared memory if available.
 
     Ranks:
-        Local: one rank of each machine makes it, all open it, and that rank removes the name.
+        Local: one rank of each machine creates it, all ranks open it, and the first rank unlinks it.
     """
     descriptor, name = tempfile.mkstemp(prefix="shardwise-trace-", dir=shared_folder())
     try:
-        # Not `truncate`: where the memory is full, that would succeed and the first write end the process.
+        # Not `truncate`: with full memory it would succeed, and the first write would kill the process.
         os.posix_fallocate(descriptor, 0, num_ranks * ctypes.sizeof(RankTrace))
     except OSError:
         os.unlink(name)
@@ -324,7 +324,7 @@ class Machines:
     ranks: tuple[tuple[int, ...], ...]
     """The ranks of each machine."""
     own: int
-    """The machine of this process."""
+    """Index of this process's machine."""
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -338,7 +338,7 @@ class Machines:
 
     @property
     def near(self) -> tuple[int, ...]:
-        """Return the first machine and the two neighbours: a difference shows between neighbours."""
+        """Return the first machine and the two neighbors: any difference is visible between neighbors."""
         count = len(self.ranks)
         return tuple(sorted({0, (self.own - 1) % count, (self.own + 1) % count} - {self.own}))
 
@@ -354,7 +354,7 @@ def group_by_machine(names: Sequence[str], rank: int) -> Machines:
 def machine_name() -> str:
     """A name that two processes share if they see each other's shared memory and process numbers.
 
-    A host name alone is not enough: containers of one host may have the same name and memory of their own.
+    A host name alone is not enough: containers of one host may share the name but not the memory.
     """
     parts = [socket.gethostname(), str(os.stat(shared_folder()).st_dev)]
     with suppress(OSError):
@@ -367,17 +367,17 @@ def machine_name() -> str:
 _STILL_SECONDS = 1.0
 _STEP_SECONDS = 5.0
 _STEP_SLICE = timedelta(seconds=0.25)
-_MAX_MISSED = 3  # steps at which a machine was not there in time, before waiting is given up
+_MAX_MISSED = 3  # steps with a late machine, after which waiting stops
 
 
 class StoreExchange:
-    """Traces between machines: each rank writes its own to the store, and one rank of a machine reads the others'.
+    """Exchanges traces between machines: each rank writes its own to the store, one rank per machine reads the others.
 
     Args:
         traces: The traces of all ranks, in the shared memory of this machine.
-        machines: Which ranks are on which machine.
-        rank: This process.
-        store: A connection that nothing else uses.
+        machines: The ranks of each machine.
+        rank: The rank of this process.
+        store: A store connection for exclusive use.
     """
 
     def __init__(self, traces: Sequence[RankTrace], machines: Machines, rank: int, store: dist.Store) -> None:
@@ -386,7 +386,7 @@ class StoreExchange:
         self._lock = threading.Lock()
         self._received: dict[int, bytes] = {}
         self.steps: StepAgreement | None = None
-        """On the first rank of a machine."""
+        """The step agreement, on the first rank of a machine."""
 
     @property
     def in_trouble(self) -> bool:
@@ -399,10 +399,10 @@ class StoreExchange:
         self._attempt(lambda store: self._publish(store, self._rank))
 
     def exchange(self, *, with_all: bool = False) -> None:
-        """Publish this rank's trace; on the first rank of a machine that can, also read those of other machines.
+        """Publish this rank's trace; the first active rank of a machine also reads those of other machines.
 
         Args:
-            with_all: Read the traces of all machines; otherwise of those next to this one, unless in trouble.
+            with_all: Read the traces of all machines; otherwise of the near ones, unless `in_trouble`.
         """
         self._attempt(lambda store: self._exchange(store, with_all or self.in_trouble))
 
@@ -412,7 +412,7 @@ class StoreExchange:
                 try:
                     work(self._store)
                 except RuntimeError:
-                    self._store = None  # the process that kept the store is gone; what was received stays
+                    self._store = None  # the process with the store is gone; received traces stay
 
     def _publish(self, store: dist.Store, rank: int) -> None:
         store.set(str(rank), zlib.compress(self._traces[rank].to_bytes(), 1))  # pyrefly: ignore[bad-argument-type]
@@ -424,7 +424,7 @@ class StoreExchange:
             return  # another rank of this machine reads
         for rank in local:
             if not self._traces[rank].is_alive:
-                self._publish(store, rank)  # which cannot do so any more
+                self._publish(store, rank)  # on behalf of the dead process
         wanted = self._machines.others if with_all else self._machines.near
         ranks = [rank for machine in wanted for rank in self._machines.ranks[machine]]
         for rank, message in zip(ranks, store.multi_get([str(rank) for rank in ranks]), strict=True):
@@ -436,12 +436,12 @@ class StoreExchange:
 class StepAgreement:
     """Compares trace digests between machines before an optimizer step. Used by the first rank of each machine.
 
-    Each machine leaves a digest in the store and reads those of all: two round trips a step.
+    Each machine writes a digest to the store and reads all digests: two round trips per step.
 
     Args:
-        store: A connection that nothing else uses, whose timeout is short: machines may have a reason not to step.
+        store: A store connection for exclusive use, with a short timeout: a machine may skip the step for a reason.
         machine: The index of this machine.
-        num_machines: How many there are.
+        num_machines: Number of machines.
     """
 
     def __init__(self, store: dist.Store, machine: int, num_machines: int) -> None:
@@ -452,8 +452,8 @@ class StepAgreement:
         """Whether no machine has a different digest.
 
         Args:
-            digest: Of what this machine's ranks did.
-            waiting: Called now and then while other machines are late; may raise.
+            digest: Digest of the events of this machine's ranks.
+            waiting: Called periodically while other machines are late; may raise.
         """
         if self._num_missed >= _MAX_MISSED:
             return True
@@ -461,9 +461,8 @@ class StepAgreement:
         deadline = time.monotonic() + _STEP_SECONDS
         with suppress(RuntimeError):  # the store is gone
             self._store.set(f"step/{self._step}/{self._machine}", digest)
-            self._store.delete_key(
-                f"step/{self._step - 2}/{self._machine}"
-            )  # whoever came to the last step has read it
+            # Every machine at the last step has read the digest of the step before it.
+            self._store.delete_key(f"step/{self._step - 2}/{self._machine}")
             while time.monotonic() < deadline:
                 with suppress(RuntimeError):  # a machine is late
                     found = self._store.multi_get([f"step/{self._step}/{each}" for each in range(self._num_machines)])
@@ -479,14 +478,14 @@ def open_traces(
     """Open the shared memory of this machine, and the exchange with other machines.
 
     Args:
-        process_group: The ranks that take part.
+        process_group: The participating ranks.
         machine: The name of this machine; ranks of the same name share memory. Default: detected.
 
     Returns:
         The traces by rank in the group, the machines, and the exchange between machines if there are several.
 
     Raises:
-        ShardError: A rank cannot open the file that the first rank of its machine made.
+        ShardError: A rank cannot open the file that the first rank of its machine created.
 
     Ranks:
         Collective over the group.
@@ -523,7 +522,7 @@ def open_traces(
             store = compat.store_connector(prefix, _STEP_SLICE)()
             exchange.steps = StepAgreement(store, machines.own, len(machines.ranks))
         exchange.publish()
-        gather_objects(None, group=process_group)  # every rank's trace can be read
+        gather_objects(None, group=process_group)  # every rank has published its trace
         exchange.exchange(with_all=True)
-        gather_objects(None, group=process_group)  # and has been, by the first rank of each machine
+        gather_objects(None, group=process_group)  # the first rank of each machine has read them
     return traces, machines, exchange

@@ -1,4 +1,4 @@
-"""Preloaded by the fork server, so that ranks start with their imports done."""
+"""Preloaded by the fork server, so that ranks start with modules already imported."""
 
 import os
 import signal

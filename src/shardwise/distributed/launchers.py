@@ -48,7 +48,7 @@ class Launch:
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's environment variables; a single process without a launcher."""
     env = os.environ if environment is None else environment
-    # Without srun a batch script also sees SLURM_NTASKS, but is one process: only a step has ranks.
+    # A batch script without srun also has SLURM_NTASKS, but is a single process: only a step has ranks.
     is_slurm_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
     if "RANK" in env or "WORLD_SIZE" in env:
         launch = _read_torchrun(env)
@@ -93,7 +93,7 @@ def _read_torchrun(env: Mapping[str, str]) -> Launch:
         local_rank=_number(env, "LOCAL_RANK", default=rank % max(local_world_size, 1)),
         local_world_size=local_world_size,
         restarts=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
-        job=env.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),  # torchrun's word for no name
+        job=env.get("TORCHELASTIC_RUN_ID", "").removeprefix("none"),  # torchrun's value for no name
         source="ray" if "RAY_JOB_ID" in env or "RAY_ADDRESS" in env else "torchrun",
         **_rendezvous(env),
     )
@@ -102,7 +102,7 @@ def _read_torchrun(env: Mapping[str, str]) -> Launch:
 def _read_slurm(env: Mapping[str, str]) -> Launch:
     job = _number(env, "SLURM_JOB_ID", default=0)
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1")
-    # As in "4(x2),3": the tasks of this machine's place in the list.
+    # As in "4(x2),3": the number of tasks on each machine, of which this machine's is used.
     counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     per_node = [int(tasks) for tasks, repeat in counts for _ in range(int(repeat or 1))]
     node = _number(env, "SLURM_NODEID", default=0)

@@ -26,7 +26,7 @@ from shardwise.distributed.launchers import Launch, local_environment, read_laun
 from shardwise.distributed.stop_requests import StopRequest, handlers, listen_until_exit, signal_numbers
 from shardwise.errors import EnvironmentProblem, ShardwiseError
 
-_ORPHAN_S = 600.0  # time for ranks whose launcher has died to save
+_ORPHAN_S = 600.0  # time to save for ranks whose launcher has died
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +52,14 @@ def run_rank(
 ) -> None:
     """The main function of every rank's process: call the target; send its result, or an error, to the launcher.
 
-    `path` is the caller's `sys.path`: a target in its own folder must be found by the ranks too.
+    `path` is the caller's `sys.path`, so that ranks find a target in the caller's folder.
     """
     import torch
 
     os.environ.update(environment)
     launch = read_launch()
     if "OMP_NUM_THREADS" not in os.environ:
-        # Ranks share this machine's cores; torch would give all of them to each.
+        # Ranks share this machine's cores; by default torch uses all of them in each rank.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // launch.local_world_size))
     sys.path[:] = path
     finished = _listen(stop_signals, launcher)
@@ -85,8 +85,8 @@ def run_rank(
 def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> threading.Event:
     """Treat signals as stop requests, if any; return the event to set when the target returns.
 
-    The second Ctrl-C is the launcher's to hear: a terminal sends Ctrl-C to launcher and ranks alike. When the launcher
-    dies, nobody reads a result any more: a job that can stop is asked to, any other is ended.
+    The launcher handles the second Ctrl-C, because a terminal sends Ctrl-C to the launcher and the ranks. When the
+    launcher dies, a job with stop signals gets a stop request; any other job ends at once.
     """
     request, finished = StopRequest(), threading.Event()
 
@@ -109,7 +109,7 @@ def _listen(stop_signals: Sequence[str], launcher: connection.Connection) -> thr
     return finished
 
 
-# Messages of torch and gloo about a lost rank; not all have an exception type of their own.
+# Messages of torch and gloo about a lost rank; not all have a specific exception type.
 _LOST_PEER = re.compile(
     r"connection (closed|reset|refused|timed out)|broken pipe|remote process exited|socket (closed|timeout)"
     r"|watchdog|ncclremoteerror|failed to recv|heartbeat",
@@ -131,19 +131,19 @@ class Cause:
     error: BaseException
     """Raised unless the ranks are restarted."""
     may_pass: bool
-    """Whether a restart may help: the rank died, or lost the others."""
+    """Whether a restart may help: the rank died, lost the others, or restarts with less memory."""
 
 
 def find_cause(exit_codes: Mapping[int, int], reports: Sequence[ErrorReport]) -> Cause:
-    """The first failure; those of the other ranks are consequences.
+    """Return the first failure; those of the other ranks are consequences.
 
-    A signal comes from outside and is always first. SIGABRT and an exit without an error may also be the
-    end of a rank whose peer has gone, so that an error of somebody else explains them.
+    A signal comes from outside and is always first. SIGABRT and an exit without an error may also be the end of a
+    rank that lost a peer: an error of another rank has precedence.
     """
     reported = {report.rank for report in reports}
     silent = {rank: code for rank, code in exit_codes.items() if rank not in reported}
     for rank, code in silent.items():
-        if code < 0 and -code != signal.SIGABRT:  # also the end of a process whose peers are gone
+        if code < 0 and -code != signal.SIGABRT:  # SIGABRT may follow from a lost peer
             return _death(rank, code)
     for report in reports:
         if not is_lost_peer(report.error, report.text):
@@ -201,7 +201,7 @@ def _raised(report: ErrorReport, *, may_pass: bool) -> Cause:
     return Cause(rank=report.rank, how=f"raised {last_line}", error=error, may_pass=may_pass)
 
 
-# Imports of every rank, done once by the fork server.
+# Modules that the fork server imports once for all ranks.
 _PRELOAD = [
     "shardwise.distributed.fork_server",
     "torch",
@@ -209,18 +209,18 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "torch._dynamo",
 ]
-_SETTLE_S = 0.3  # ranks that die of the same cause do so within this time
+_SETTLE_S = 0.3  # ranks with a common cause of failure die within this time
 _LOOK_S = 0.1
-_KILLED_S = 30.0  # a process that hangs in the kernel may survive SIGKILL
+_KILLED_S = 30.0  # a process blocked in the kernel may survive SIGKILL
 
 
 class RankGroup:
-    """Local ranks, from start to end; a stop request is forwarded once, and `on_stop` called."""
+    """A group of local ranks; a stop request is forwarded once, and `on_stop` called."""
 
     def __init__(self, num_ranks: int, stop: StopRequest, on_stop: Callable[[], None]) -> None:
         self._num_ranks, self._stop, self._on_stop = num_ranks, stop, on_stop
         self.ending: BaseException | None = None
-        """Set it to end every rank and raise it."""
+        """If set, every rank is ended and this is raised."""
         self._processes: dict[int, BaseProcess] = {}
         self._heard: dict[str, dict[int, Any]] = {}
         self._has_announced_stop = False
@@ -229,7 +229,7 @@ class RankGroup:
         """Start the ranks with the first arguments of `run_rank`; return their results, or the cause of a failure."""
         from torch.distributed import TCPStore
 
-        self._processes, self._heard = {}, {"listening": {}, "told": {}, "result": {}, "error": {}}
+        self._processes, self._heard = {}, {"listening": {}, "signaled": {}, "result": {}, "error": {}}
         lines: dict[int, connection.Connection] = {}
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank
         forkserver = multiprocessing.get_context("forkserver")
@@ -267,18 +267,18 @@ class RankGroup:
         """Read the messages of all ranks; return the exit codes of those that ended without a result."""
         ended = {rank: process.exitcode for rank, process in self._processes.items() if process.exitcode is not None}
         for rank, line in lines.items():
-            with contextlib.suppress(EOFError, ConnectionError):  # it has ended, maybe in the middle of a message
+            with contextlib.suppress(EOFError, ConnectionError):  # the rank has ended, perhaps within a message
                 while line.poll():
                     what, content = line.recv()
                     self._heard[what][rank] = content
         return {rank: code for rank, code in ended.items() if rank not in self._heard["result"]}
 
     def _pass_on(self) -> None:
-        if not self._has_announced_stop:  # ranks that are still starting hear of it later
+        if not self._has_announced_stop:  # ranks that are still starting are signaled later
             self._has_announced_stop = True
             self._on_stop()
-        for rank in self._heard["listening"].keys() - self._heard["told"].keys():
-            self._heard["told"][rank] = None
+        for rank in self._heard["listening"].keys() - self._heard["signaled"].keys():
+            self._heard["signaled"][rank] = None
             if (pid := self._processes[rank].pid) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.Signals[self._stop.why])
@@ -306,20 +306,20 @@ def start_local(
 
     Args:
         target: `module:function`, importable in a new process.
-        num_ranks: How many processes to start.
+        num_ranks: Number of processes to start.
         args: Picklable arguments, the same for each rank.
-        max_restarts: How often all ranks are started again when one dies or loses the others. The target finds by
-            itself where to continue. An error that it raises would only be raised again, and ends the ranks.
-        stop_signals: Signals that ask the target to stop, by `stop_requests`; it then returns in its own time, and
-            a second Ctrl-C ends it at once. Without any, SIGINT and SIGTERM end the ranks.
-        tell: Receives a line on what died and what is done about it; the default prints it on stderr.
+        max_restarts: Maximum number of restarts of all ranks after one dies or loses the others. The target must
+            resume by itself. An error that it raises would only recur, so it ends the ranks.
+        stop_signals: Signals that become stop requests in the target (`stop_requests`); it then returns when it is
+            ready, and a second Ctrl-C ends it at once. Without any, SIGINT and SIGTERM end the ranks.
+        tell: Receives a line about each failed rank and restart; the default prints it on stderr.
 
     Raises:
-        Exception: What the first rank that failed raised, with its rank and traceback as a note.
-        EnvironmentProblem: A rank died without raising anything, once more than `max_restarts` allows.
+        Exception: The error of the first failed rank, with its rank and traceback as a note.
+        EnvironmentProblem: A rank died without an exception, after `max_restarts` restarts.
     """
-    signal_numbers(stop_signals)  # refuse a wrong name first
-    start_fork_server()  # imports torch while we do
+    signal_numbers(stop_signals)  # raises for an unknown name
+    start_fork_server()  # imports torch concurrently with this process
     tell = tell or _print_line
     stop = StopRequest()
     group = RankGroup(
@@ -352,13 +352,13 @@ def _signals_to(group: RankGroup, stop: StopRequest, stop_signals: Sequence[str]
             return
         group.ending = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
-    # Under nohup SIGHUP is ignored, and stays so.
+    # Keep ignored signals ignored, such as SIGHUP under nohup.
     ending = {number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN}
     with handlers(dict.fromkeys(ending | asking, on_signal)):
         yield
 
 
 def _print_line(line: str) -> None:
-    # A rank may have died while its progress bar had hidden the cursor.
+    # Show the cursor: a rank may have died while its progress bar hid it.
     prefix = "\r\x1b[?25h\x1b[K" if sys.stderr.isatty() else ""
     print(f"{prefix}shardwise: {line}", file=sys.stderr, flush=True)

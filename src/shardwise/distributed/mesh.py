@@ -29,7 +29,7 @@ def device_type() -> str:
 def axis_names(mesh: DeviceMesh) -> dict[str, str]:
     """Map the meaning of each mesh axis (one of `AXES`) to its name; outermost first.
 
-    Axes of one rank are left out, except those that shard and replicate. One axis without a name shards.
+    Axes of one rank are left out, except `shard` and `replicate`. A single unnamed axis means `shard`.
     """
     if mesh.mesh_dim_names is None:
         if mesh.ndim == 1:
@@ -87,7 +87,7 @@ _SHARED = {
     "context": "parts of the same sequences",
     "tensor": "parts of the same matrix products, for one batch",
 }
-"""What the ranks along each axis hold."""
+"""What the ranks along each axis share."""
 _MAX_DRAWN = 4
 
 
@@ -95,7 +95,7 @@ def draw_mesh(mesh: DeviceMesh | MeshConfig) -> str:
     """Draw the rank groups along each axis of a mesh, and what they share; one line per axis.
 
     Args:
-        mesh: From `init_distributed`; or a config with all its sizes, for ranks that do not exist yet.
+        mesh: A mesh from `init_distributed`, or a config with all sizes set, for ranks that do not exist yet.
 
     Ranks:
         Local. The same on every rank.
@@ -121,25 +121,25 @@ def draw_mesh(mesh: DeviceMesh | MeshConfig) -> str:
 _LATEST = "latest"
 _EXIT_S = 0.2
 _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
-"""By process group: its meshes by device and sizes, since each new mesh makes process groups; and the latest one."""
+"""Meshes of each process group by device and sizes, and the latest one; each new mesh creates process groups."""
 
 
 def init_distributed(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> DeviceMesh:
     """Initialize the process group and return the device mesh.
 
-    Reads what the launcher left in the environment; without a launcher this process is the only rank and
-    needs neither environment variables nor a port. A process group that exists already is used as it is.
+    Reads the launcher's environment variables; without a launcher this process is the only rank and needs
+    neither environment variables nor a port. An existing process group is used unchanged.
 
     Args:
-        config: The axes and the device; the default shards over all ranks, on an accelerator if there is one.
-        timeout_s: How long a collective may wait for the slowest rank.
+        config: The axes and the device; the default shards over all ranks, on an accelerator if available.
+        timeout_s: Maximum time that a collective waits for the slowest rank.
 
     Returns:
-        A mesh with the axis `shard` and those of more than one rank; `print(draw_mesh(mesh))` shows its ranks.
+        A mesh with the axis `shard` and all axes of more than one rank; `print(draw_mesh(mesh))` shows the ranks.
 
     Raises:
-        ConfigError: The axes do not multiply to the number of ranks.
-        EnvironmentProblem: The device is absent, two ranks would use the same one, or the ranks cannot meet.
+        ConfigError: The product of the axis sizes is not the number of ranks.
+        EnvironmentProblem: The device is missing, two ranks share one, or the rendezvous fails.
 
     Ranks:
         Collective. Call on every rank, before anything is built.
@@ -164,7 +164,7 @@ def make_mesh(config: MeshConfig | None = None, *, timeout_s: float = 600.0) -> 
 
 
 def mesh_of_sizes(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """The mesh of all ranks with these axes; collective, the first time."""
+    """The mesh of all ranks with these axes; collective on the first call."""
     key = (device_type, *sizes.items())
     return made_once(key, lambda: init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
 
@@ -180,7 +180,7 @@ def made_once(key: object, make: Callable[[], DeviceMesh]) -> DeviceMesh:
 def widest_mesh(tensors: Iterable[torch.Tensor], *meshes: DeviceMesh | None) -> DeviceMesh | None:
     """Return the mesh with most ranks, then most axes, of the DTensors and `meshes`; None without any.
 
-    Under tensor parallelism some parameters know only the data-parallel axes.
+    Under tensor parallelism the mesh of some parameters has only the data-parallel axes.
     """
     found = [mesh for mesh in meshes if mesh is not None]
     found += [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
@@ -188,7 +188,7 @@ def widest_mesh(tensors: Iterable[torch.Tensor], *meshes: DeviceMesh | None) -> 
 
 
 def default_mesh() -> DeviceMesh:
-    """The mesh of the last `init_distributed`; else of all ranks, or a new single one. Collective, the first time."""
+    """The mesh of the last `init_distributed`; else a new one over all ranks. Collective on the first call."""
     return latest_mesh() or init_distributed()
 
 
@@ -217,7 +217,7 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
 
 
 def random_stream(mesh: DeviceMesh) -> int:
-    """Return this rank's index among ranks with different random numbers (dropout): other tokens or layers."""
+    """Return this rank's index among ranks with different tokens or layers, and so other random numbers."""
     return _position(_present(sub_mesh(mesh, (meaning for meaning in AXES if meaning != "tensor"))))
 
 
@@ -234,7 +234,7 @@ def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def fsdp_mesh(mesh: DeviceMesh, shard_axes: Iterable[str] = SHARD_AXES) -> DeviceMesh:
-    """The mesh for `fully_shard`: the replicate axis, if any, and `shard_axes` flattened into one; collective, once."""
+    """The mesh for `fully_shard`: the replicate axis, if any, and `shard_axes` as one axis; collective at first."""
     sharded = _present(sub_mesh(mesh, shard_axes))
     replicated = sub_mesh(mesh, ("replicate",))
     if sharded.ndim == 1:
@@ -262,7 +262,7 @@ def ranks_per_machine() -> int | None:
     """Return the number of ranks per machine; None if it differs, or they are not consecutive. Collective."""
     launch = read_launch()
     is_launched = launch.world_size == dist.get_world_size()
-    # The first rank of this machine, as its launcher counts; without a launcher, its host.
+    # The machine's first rank according to the launcher; without a launcher, its host name.
     machines = gather_objects(str(launch.rank - launch.local_rank) if is_launched else socket.gethostname())
     sizes = [len(list(ranks)) for _, ranks in groupby(machines)]
     return sizes[0] if len(set(sizes)) == 1 and len(sizes) == len(set(machines)) else None
@@ -291,9 +291,9 @@ def _device_asked_for(config: MeshConfig) -> str:
 
 
 def _device_of_group(config: MeshConfig) -> str:
-    """The device type an existing process group can serve."""
+    """The device type to use with the existing process group."""
     backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
-    # gloo names cuda too but cannot reduce-scatter on it.
+    # gloo also lists cuda but cannot reduce-scatter on it.
     usable = [device for device, backend in backends.items() if device == "cpu" or backend != "gloo"]
     if config.device == "auto":
         wanted = _device_asked_for(config)
@@ -319,7 +319,7 @@ def _start_group(launch: Launch, device_type: str, timeout_s: float) -> None:
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),
             init_method=launch.init_method,
-            # A single rank meets nobody: a store in memory, no port, and the same backends as a large run.
+            # A single rank needs no rendezvous: a store in memory, no port, and the same backends as a large run.
             store=None if launch.init_method else dist.HashStore(),
         )
     except dist.DistError as error:
@@ -334,7 +334,7 @@ def _start_group(launch: Launch, device_type: str, timeout_s: float) -> None:
 
 
 def _backends(device_type: str) -> str:
-    """CPU tensors need gloo beside the accelerator's backend: offloading, clipping and objects use them."""
+    """Return the backends: the accelerator's, and gloo for CPU tensors (offloading, clipping, objects)."""
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
@@ -372,14 +372,14 @@ def _meshes() -> dict[object, DeviceMesh]:
     if world is None:
         return {}
     if world not in _MESHES:
-        forget_meshes()  # those of a group that is gone
+        forget_meshes()  # meshes of a destroyed process group
         atexit.unregister(_finish_collectives)
         atexit.register(_finish_collectives)
     return _MESHES.setdefault(world, {})
 
 
 def _finish_collectives() -> None:
-    """Wait a moment, at exit: a gloo thread that releases a tensor during interpreter shutdown aborts the process."""
+    """Wait briefly at exit: a gloo thread that releases a tensor during interpreter shutdown aborts the process."""
     if dist.is_initialized() and dist.get_world_size() > 1 and "gloo" in str(dist.get_backend_config()):
         time.sleep(_EXIT_S)
 

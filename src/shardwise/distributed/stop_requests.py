@@ -18,7 +18,7 @@ _current: StopRequest | None = None
 
 
 class StopRequest:
-    """Stop request of this process; other ranks may not have one, so agree before acting."""
+    """Stop request of this process. Other ranks may have none: agree with them before stopping."""
 
     def __init__(self) -> None:
         self.why = ""
@@ -47,10 +47,9 @@ class StopRequest:
 def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest]:
     """Convert signals to a request inside the block.
 
-    The first signal only sets the request. Ctrl-C (SIGINT) a second time raises KeyboardInterrupt at once.
-    Inside another such block the same request is returned, and only the outer one gives the signals back. In
-    a thread that is not the main one no handler can be set. A launcher may signal some ranks only; let all ranks agree
-    before one of them stops.
+    The first signal only sets the request. A second Ctrl-C (SIGINT) raises KeyboardInterrupt at once. A nested
+    block yields the request of the outer one, which restores the handlers. Outside the main thread no handlers are
+    set. A launcher may signal only some ranks: let all ranks agree before one of them stops.
     """
     global _current
     if _current is not None:
@@ -71,7 +70,7 @@ def stop_requests(signals: Sequence[str] = STOP_SIGNALS) -> Iterator[StopRequest
 
 
 def listen_until_exit(request: StopRequest, wanted: Mapping[signal.Signals, Any]) -> None:
-    """Make `request` the one that `stop_requests` returns, and set handlers, until this process ends."""
+    """Let `stop_requests` yield `request`, and set handlers, until this process ends."""
     global _current
     _current = request
     for number, handler in wanted.items():
@@ -79,7 +78,7 @@ def listen_until_exit(request: StopRequest, wanted: Mapping[signal.Signals, Any]
 
 
 def signal_numbers(names: Sequence[str]) -> list[signal.Signals]:
-    """Signals by name; a ConfigError for one that does not exist here, or cannot be handled."""
+    """Signals by name; a ConfigError for one that does not exist on this system or cannot be handled."""
     numbers: list[signal.Signals] = []
     for name in names:
         number = signal.Signals.__members__.get(name)

@@ -28,7 +28,7 @@ from shardwise.errors import ShardError
 
 LOOK_SECONDS = 0.25
 _TROUBLE_SECONDS = 0.1
-_STACK_SECONDS = 0.5  # a rank that stands still this long shows its stack
+_STACK_SECONDS = 0.5  # a rank without progress for this time publishes its stack
 _DEAD_SECONDS = 1.0
 _STUCK_SECONDS = 2.0
 _ANSWER_SECONDS = 2.0
@@ -37,10 +37,10 @@ _EXPLAIN_SECONDS = 5.0
 _SILENT_SECONDS = 3.5
 _MAX_STACKS = 8
 _MAX_FRAMES = 6
-_MAX_TEXT = 1500  # five of them, quoted, fit into a trace
+_MAX_TEXT = 1500  # five of them, escaped, fit into a trace
 _STEP_SECONDS = 5.0
 _POLL_SECONDS = 2e-5
-_MAX_MISSED = 3  # steps at which a rank was not there in time, before waiting is given up
+_MAX_MISSED = 3  # steps with a late rank, after which waiting stops
 
 
 def stack_of(thread: int) -> str:
@@ -74,8 +74,8 @@ class PeerView:
     Args:
         traces: The traces of all ranks.
         rank: Index of this rank's trace.
-        groups: Names of the groups that events are about.
-        global_ranks: How messages number the ranks; default: as the traces.
+        groups: Names of the groups in events.
+        global_ranks: Ranks as numbered in messages; default: indices of the traces.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class PeerView:
         return None if index is None else self.difference_at(index)
 
     def _sentence(self, ranks_at: dict[int, list[int]], odd: list[int], step: int) -> str:
-        """Describe the difference; the events do not show which rank is wrong."""
+        """Describe the difference, without naming a culprit: the events do not show which rank is wrong."""
         kinds = {kind_of(event) for event in ranks_at}
         if not any(map(is_step, ranks_at)) and len({group_of(event) for event in ranks_at}) == 1:
             if len(kinds) == 1:
@@ -194,7 +194,7 @@ class PeerView:
                 self.note_stack(error, rank)
 
     def missing(self) -> int | None:
-        """Return a rank that will not reach this event: dead, or out of the loop."""
+        """Return a rank that will not reach this event, because it is dead or has left the loop."""
         return self._first_rank(lambda trace: trace.has_left and trace.count < self.own.count)
 
     def dead(self) -> int | None:
@@ -257,7 +257,7 @@ class PeerView:
 
 
 def _towers(groups: Sequence[str]) -> list[str]:
-    """The outermost modules that contain one of the groups each, and none of the others."""
+    """Return for each group the outermost module that contains none of the other groups."""
     paths = [tuple(name.partition(" [")[0].split(".")) for name in groups]
     found = {}
     for path in paths:
@@ -287,12 +287,12 @@ def from_text(text: str, rank: int) -> tuple[ShardError, str] | None:
 class CollectiveTracer:
     """Writes this rank's events, compares them with other ranks, and raises or reports differences.
 
-    One serves all models whose collectives the same ranks take part in: these have one order.
+    One tracer is used for all models with the same ranks, because their collectives must have the same order.
 
     Args:
         rank: Index of this rank's trace.
-        groups: Names of the groups that events are about.
-        global_ranks: How messages number the ranks.
+        groups: Names of the groups in events.
+        global_ranks: Ranks as numbered in messages.
         patience: Seconds without progress after which late ranks are reported.
         report: Called with a message about ranks that are late or diverge.
     """
@@ -308,12 +308,12 @@ class CollectiveTracer:
     ) -> None:
         self.groups, self.patience, self.report = groups, patience, report
         self.aborters: list[Callable[[], None]] = []
-        """Called, from the thread, when the training thread is stuck in something that will not end."""
+        """Called from the tracer's thread when the training thread is stuck after an error."""
         self.siblings: list[CollectiveTracer] = []
-        """Tracers of this rank's other process groups, whose ranks are told what this one finds."""
+        """Tracers of this rank's other process groups, which also publish the errors of this one."""
         self.publishes_events = False
-        """Publish each event before its collective starts: gloo ends the process where ranks bring buffers of different
-        sizes, before the thread could publish it."""
+        """Publish each event before its collective starts: if buffer sizes differ between ranks, gloo ends the
+        process before the thread could publish the event."""
         self.num_opened, self.is_closed = 0, True
         self._rank, self._global_ranks = rank, global_ranks
 
@@ -328,9 +328,9 @@ class CollectiveTracer:
 
         Args:
             traces: The traces of all ranks.
-            machines: Which ranks are on which machine.
-            exchange: The exchange with other machines, if there are any.
-            machine: The name that this machine was given.
+            machines: The ranks of each machine.
+            exchange: The exchange with other machines, if any.
+            machine: The user's name for this machine.
         """
         if not self.is_closed:
             self._end()
@@ -338,17 +338,17 @@ class CollectiveTracer:
         self.machine = machine
         self.trace = traces[self._rank]
         self.error: ShardError | None = None
-        """Why this rank cannot continue: the next event raises it."""
+        """The error of this rank, raised by the next event."""
         self.found_at_end: ShardError | None = None
-        """A difference that was seen only when the guard was closed."""
+        """A difference that was found only when the guard was closed."""
         self.is_closed = self.is_paused = False
         self._view = PeerView(traces, self._rank, self.groups, self._global_ranks)
         self._machines, self._exchange, self._pid = machines, exchange, os.getpid()
         self._num_missed = self._num_steps = self._digest = self._digested_to = 0
-        self._write = self.trace.writer([traces[other] for other in _neighbours(machines, self._rank)])
+        self._write = self.trace.writer([traces[other] for other in _neighbors(machines, self._rank)])
         self._training_thread = threading.get_ident()
         self._was_raised = False
-        """Whether the training thread has got the error."""
+        """Whether the error was raised in the training thread."""
         self._moved_to, self._reported_at, self._suspected_at = 0, -1, -1
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-guard", daemon=True)
@@ -360,7 +360,7 @@ class CollectiveTracer:
 
     def close(self) -> None:
         """Stop tracing, and record that this rank has left."""
-        if self.is_closed or os.getpid() != self._pid:  # a forked process shares the memory, and is not this rank
+        if self.is_closed or os.getpid() != self._pid:  # a forked process is not this rank
             return
         self._end()
         # The last events of other machines may have arrived only now.
@@ -389,7 +389,7 @@ class CollectiveTracer:
     def before_step(self, event: int) -> None:
         """Raise unless all ranks reached this optimizer step by the same collectives.
 
-        Ranks of this machine are waited for, but not longer than `_STEP_SECONDS`: they may have a reason not to step.
+        Waits for ranks of this machine, at most `_STEP_SECONDS`: they may skip the step for a reason.
 
         Args:
             event: The optimizer step.
@@ -397,7 +397,7 @@ class CollectiveTracer:
         if self.is_paused or self.is_closed:
             return
         self.write(event)
-        # A process that does not exist (the fake backend) never opened its trace.
+        # With the fake backend the other ranks do not exist: their traces have no process.
         others = [rank for rank in self._machines.local if rank != self._view.rank and self._view.traces[rank].pid]
         self._wait_at_step(lambda: all(self._view.traces[rank].count >= self.trace.count for rank in others))
         if (index := self._view.first_difference(others)) is not None:
@@ -467,7 +467,7 @@ class CollectiveTracer:
         self.trace.wants_all = True
         verdict = None
         while not self.is_closed and verdict is None:
-            time.sleep(LOOK_SECONDS)  # a dying process needs a moment, and so do traces of another machine
+            time.sleep(LOOK_SECONDS)  # a process takes time to die, and traces of other machines to arrive
             verdict = self.error or self._view.cause_of_failure()
             if time.monotonic() > deadline:
                 break
@@ -482,24 +482,24 @@ class CollectiveTracer:
         first = self._view.first_difference()
         earlier = self._view.difference_at(first) if first is not None and first < index else None
         difference = earlier or self._view.difference_at(index)
-        if difference is not None:  # otherwise what seemed to differ was long past
+        if difference is not None:  # None: the event was overwritten meanwhile
             self._was_raised = True
             difference = self._with_stacks(difference)
             self._conclude(difference.error)
             raise difference.error
 
     def _with_stacks(self, difference: TraceDifference, *, refresh: bool = False) -> TraceDifference:
-        """Return the difference with the stacks of the ranks, those that differ first."""
+        """Return the difference with the stacks of the ranks, starting with those that differ."""
         self.trace.wants_all = True
         ranks = [r for r, trace in enumerate(self._view.traces) if r != self._view.rank and not trace.has_left]
         ranks = sorted(ranks, key=lambda rank: rank not in difference.odd)[:_MAX_STACKS]
         self._wait_for_stacks(ranks, refresh=refresh)
-        difference = self._view.difference() or difference  # other machines may have been heard by now
+        difference = self._view.difference() or difference  # traces of other machines may have arrived
         self._note_stacks(difference.error, ranks)
         return difference
 
     def _run(self) -> None:
-        """The thread."""
+        """Main function of the thread."""
         try:
             self._watch()
         except Exception:
@@ -535,7 +535,7 @@ class CollectiveTracer:
 
     def _handle_difference(self, difference: TraceDifference) -> None:
         self.trace.wants_all = True
-        if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it continues with mixed-up data: stop it at once
+        if self.trace.seconds_still >= LOOK_SECONDS:  # otherwise it computes with mixed-up data: stop it at once
             difference = self._with_stacks(difference, refresh=True)
         if self.error is None:
             self._say(difference.error)
@@ -552,19 +552,19 @@ class CollectiveTracer:
         elif is_late and self._reported_at != here:
             late = view.late(self.patience)
         if (error is not None or late is not None) and self._suspected_at != here:
-            self._suspected_at = here  # confirmed at the next look: the other ranks find it too, and name themselves
+            self._suspected_at = here  # report at the next look: the other ranks publish meanwhile
             return
         if late is not None:
             error = view.absence_of(late)
             self._wait_for_stacks([late], refresh=True)
             self._note_stacks(error, [late])
         if error is None or self.trace.count != here or self.error is not None:
-            return  # nothing is wrong, or the rank it waited for has come
+            return  # no error, or the awaited rank has arrived
         self._say(error)
         if late is None:
             self._conclude(error)
         else:
-            self._reported_at = here  # it may still come
+            self._reported_at = here  # it may still arrive
 
     def _wait_for_stacks(self, ranks: Sequence[int], *, refresh: bool = False) -> None:
         """Wait briefly for the stacks of stalled ranks."""
@@ -590,8 +590,8 @@ class CollectiveTracer:
         self.report("\n".join([str(error), *getattr(error, "__notes__", [])]))
 
 
-def _neighbours(machines: Machines, rank: int) -> list[int]:
-    """Return three ranks of this machine and one of the next: a difference shows between neighbours."""
+def _neighbors(machines: Machines, rank: int) -> list[int]:
+    """Return three ranks of this machine and one of the next: any difference is visible between neighbors."""
     local = machines.local
     place = local.index(rank)
     chosen = {local[0], local[place - 1], local[(place + 1) % len(local)]}

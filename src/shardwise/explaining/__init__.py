@@ -1,4 +1,4 @@
-"""Known failures with cause and fix, found in an exception, a text or a log. No torch."""
+"""Known failures in exceptions, texts and logs, with cause and fix. No torch."""
 
 from shardwise.explaining.answer import Explanation, explain
 

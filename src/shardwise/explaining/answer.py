@@ -1,4 +1,4 @@
-"""explain(): from an error or a log to the known failure (a page of docs/errors), its cause and its fix. No torch."""
+"""explain(): find the known failure (a page of docs/errors) of an error or log, with its cause and fix. No torch."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ matches it. To have it added, report the text with the versions that `shardwise 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A known failure: the page of its code in docs/errors, whose header has the patterns."""
+    """A known failure: a page in docs/errors, whose header has the patterns."""
 
     code: str
     """`SW5nn`; never reused for something else."""
     name: str
-    """In words, with hyphens."""
+    """Name in words, with hyphens."""
     kind: Literal["cause", "echo", "warning"]
     """An echo is a consequence of another rank's failure, on other ranks or in the launcher."""
     torch: str
-    """Versions it occurs in."""
+    """Affected versions."""
     patterns: tuple[re.Pattern[str], ...]
     what: str
     why: str
@@ -50,12 +50,12 @@ class Failure:
     with_shardwise: str = ""
     sources: tuple[str, ...] = ()
     alias: str = ""
-    """What it was called before it had a code."""
+    """Its name before it had a code."""
     frames: re.Pattern[str] | None = None
-    """Frames that must stand in the traceback before the message, where other programs raise the same one."""
+    """Frames that the traceback must contain, if other programs raise the same message."""
 
     def find(self, text: str) -> re.Match[str] | None:
-        """Where the failure's message stands in `text`, the earliest of its patterns."""
+        """Return the earliest match of the failure's patterns in `text`."""
         matches = [match for pattern in self.patterns if (match := pattern.search(text))]
         return min(matches, key=lambda match: match.start(), default=None)
 
@@ -90,18 +90,18 @@ class Explanation:
     """Explanation of a failure, as far as known."""
 
     failure: Failure | None
-    """None when the text matches nothing that is known."""
+    """None if the text matches no known failure."""
     message: str
-    """The text that was recognised; the first error of an unknown failure."""
+    """The recognized text; the first error of an unknown failure."""
     rank: int | None = None
-    """The rank that failed first, where the log says."""
+    """The rank that failed first, if the log says."""
     line: int | None = None
-    """Where in the text."""
+    """Line of the message in the text."""
     echoes: tuple[str, ...] = ()
     """Codes of consequences on other ranks."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For machines; `code` is None when nothing is known."""
+        """All fields as plain values, for JSON; `code` is None if the failure is unknown."""
         place = {"message": self.message, "rank": self.rank, "line": self.line, "echoes": list(self.echoes)}
         if self.failure is None:
             return {"code": None, **place, **_own_fields(self.message)}
@@ -134,7 +134,7 @@ class Explanation:
 
 
 def _own_fields(message: str) -> dict[str, str]:
-    """What shardwise's own error says: `what`, `where`, `why`, `fix`, those that it has; empty for another's."""
+    """Parse the fields `what`, `where`, `why` and `fix` of a shardwise error; empty for other errors."""
     if not _OWN.match(message):
         return {}
     what = message.partition("\n")[0].partition(": ")[2]
@@ -149,15 +149,15 @@ def explain(problem: BaseException | str) -> Explanation:
     """Explain an error: cause, fix, and affected torch versions.
 
     Args:
-        problem: An exception; or a text: a message, a traceback, a whole log with the lines of many ranks, or a
-            code of the catalogue.
+        problem: An exception, or a text: a message, a traceback, a whole log with the lines of many ranks, or the code
+            of a known failure.
 
     Returns:
-        The explanation. Of several failures in a log it is the first that is no echo of another: not the time-outs
-        of the ranks that waited, not the launcher's summary. An unknown failure is said to be unknown.
+        The explanation. If a log has several failures, it is about the first one that is no consequence of another,
+        such as timeouts of waiting ranks or the launcher's summary. Its `failure` is None if the failure is unknown.
     """
     if isinstance(problem, BaseException):
-        # The whole traceback: the message that counts may be that of a cause, or nested in another's text.
+        # The whole traceback: the decisive message may be that of a cause, or nested in another text.
         problem = "".join(traceback.format_exception(problem))
     text = problem.strip()
     for failure in catalogue().values():
@@ -167,8 +167,8 @@ def explain(problem: BaseException | str) -> Explanation:
     speakers = [(own, last_progress(own)) for own in logs.by_speaker(lines)]
     events = [
         event for own, alive in speakers for event in _events(own) if event.line >= alive
-    ]  # earlier ones were survived
-    own = _OWN.search(problem)  # without a traceback, as our command prints it
+    ]  # the rank continued after earlier ones
+    own = _OWN.search(problem)  # printed without a traceback by our command
     if not events:
         return Explanation(failure=None, message=own[0] if own else "")
     first = _first(events, death)
@@ -185,7 +185,7 @@ def explain(problem: BaseException | str) -> Explanation:
 
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
-    """Something that went wrong, at a place in the log."""
+    """One failure at a place in the log."""
 
     failure: Failure | None
     message: str
@@ -193,22 +193,22 @@ class FailureEvent:
     line: int
     time: str | None
     raised: bool = False
-    """It left a traceback."""
+    """Whether it has a traceback."""
 
     @property
     def weight(self) -> int:
-        """0 causes, known or not; 1 what looks like an error; 2 echoes; 3 the launcher's account; 4 warnings."""
+        """0: causes, known or not; 1: likely errors; 2: echoes; 3: the launcher's report; 4: warnings."""
         if self.failure is None:
             return 0 if self.raised else 1
         if self.failure.code == _LAUNCHER_SAYS:
             return 3
         if self.failure.code == _ABORTED_AT_EXIT:
-            return 1  # also after a failure, which then is what counts
+            return 1  # may follow from another failure, which has precedence
         return {"cause": 0, "echo": 2, "warning": 4}[self.failure.kind]
 
 
 class _Hit(NamedTuple):
-    """A known failure, and its message as the text has it."""
+    """A known failure, and its message as in the text."""
 
     failure: Failure
     message: str
@@ -218,17 +218,17 @@ def _events(own: list[Line]) -> Iterator[FailureEvent]:
     """Return every failure in one rank's lines."""
     chains, quoted = read_tracebacks(own)
     hits = _hits([line for line in own if line.number not in quoted])
-    told = set(quoted)
+    used = set(quoted)
     for chain in chains:
-        told.update(*(raised.numbers for raised in chain))
+        used.update(*(raised.numbers for raised in chain))
         event = _event_of_chain([raised for raised in chain if raised.fatal], hits, own[0].rank)
         if event is not None:
             yield event
     for line in own:
-        if line.text in hits and line.number not in told:
+        if line.text in hits and line.number not in used:
             yield _event(hits[line.text], line, line.rank, line.time)
     for line in bare_exceptions(own):
-        if line.number not in told and line.text not in hits:
+        if line.number not in used and line.text not in hits:
             yield FailureEvent(None, line.text, line.rank, line.number, line.time)
 
 
@@ -239,9 +239,9 @@ def _event(hit: _Hit, line: Line, rank: int | None, time: str | None, *, raised:
 
 
 def _event_of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | None) -> FailureEvent | None:
-    """The one exception of a chain that tells most: a known cause, else the one at its root."""
+    """Return the most informative exception of a chain: a known cause, else its root."""
     inner = [raised for raised in chain if raised.link == "inner"]
-    if any(raised.rank == speaker for raised in inner):  # every rank prints all ranks' failures: its own is to be told
+    if any(raised.rank == speaker for raised in inner):  # every rank prints all ranks' failures: keep its own
         chain = [raised for raised in chain if raised.link != "inner" or raised.rank == speaker]
     known = [(raised, hit) for raised in chain if (hit := _known(raised, hits))]
     echoes = [raised for raised, _ in known]
@@ -257,7 +257,7 @@ def _event_of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | N
     if not unknown:
         return None
     root = unknown[-1]
-    for raised in reversed(unknown[:-1]):  # the first of those that follow from one another
+    for raised in reversed(unknown[:-1]):  # the first of a chain of causes
         root = raised if root.link == "cause" else root
     if inner:
         root = next((raised for raised in unknown if raised.link == "inner"), unknown[0])
@@ -268,18 +268,18 @@ def _event_of_chain(chain: list[Raised], hits: dict[str, _Hit], speaker: int | N
 
 def _known(raised: Raised, hits: dict[str, _Hit]) -> _Hit | None:
     frames = "\n".join(raised.frames)
-    for failure in catalogue().values():  # pages that need to see where it was raised are the narrowest
+    for failure in catalogue().values():  # pages with frames are the most specific
         if failure.frames and failure.frames.search(frames) and (match := failure.find(raised.rows[0])):
             return _Hit(failure, match[0])
     found = [hits[row] for row in (raised.line.text, *raised.rows) if row in hits]
-    if not found and len(raised.rows) > 1:  # a terminal or a collector may have broken the message anywhere
+    if not found and len(raised.rows) > 1:  # a terminal or log collector may have wrapped the message
         found = [hit for text in (" ".join(raised.rows), "".join(raised.rows)) if (hit := _best(text))]
     found += [hits[row] for row in raised.tail if row in hits and hits[row].failure.kind == "cause"]
     return min(found, key=lambda hit: hit.failure.kind != "cause", default=None)
 
 
 def _hits(lines: list[Line]) -> dict[str, _Hit]:
-    """The known message in each text; lines that differ in their numbers only are looked at once."""
+    """Return the known message of each text; lines that differ only in numbers are first matched once."""
     shapes: dict[str, list[str]] = {}
     for text in dict.fromkeys(line.text for line in lines if line.text):
         shapes.setdefault(_VARYING.sub("0", text), []).append(text)
@@ -289,13 +289,13 @@ def _hits(lines: list[Line]) -> dict[str, _Hit]:
     for texts in shapes.values() if present else ():
         if _best(texts[0], present):
             hits.update((text, hit) for text in texts if (hit := _best(text, present)))
-    for text, hit in list(hits.items()):  # the row of a traceback's end, as the traceback has it
+    for text, hit in list(hits.items()):  # also without the frame around a traceback
         hits.setdefault(text.strip(" |"), hit)
     return hits
 
 
 def _best(text: str, among: list[Failure] | None = None) -> _Hit | None:
-    """The most specific message in `text`: a cause, the longest, the later page (which is the narrower)."""
+    """Return the most specific message in `text`: causes first, then the longest, then the highest code."""
     candidates = catalogue().values() if among is None else among
     found = [_Hit(failure, match[0]) for failure in candidates if not failure.frames and (match := failure.find(text))]
     return max(found, key=lambda hit: (hit.failure.kind == "cause", len(hit.message), hit.failure.code), default=None)
@@ -316,14 +316,14 @@ class _Death(NamedTuple):
 
 
 def _read_summary(lines: list[Line]) -> tuple[list[Line], _Death | None]:
-    """The lines, those of a summary given to the ranks they speak of, and the first death.
+    """Assign the lines of the launcher's summary to their ranks; return the lines and the first death.
 
-    A rank that did not die first has only its traceback kept: the launcher itself kills those that linger.
+    Only the traceback is kept of ranks that did not die first, because the launcher kills the remaining ranks.
     """
     starts = [index for index, line in enumerate(lines) if _TIME.match(line.text)]
     stops = [next((i for i in range(start, len(lines)) if _END.match(lines[i].text)), len(lines)) for start in starts]
     deaths = [_death(lines[start:stop]) for start, stop in zip(starts, stops, strict=True)]
-    # Times are in seconds: a rank that the launcher ended (SIGTERM) was not the first to die within one.
+    # Times are in seconds: within a second, a rank that the launcher ended (SIGTERM) was not the first.
     first = min((death for death in deaths if death), key=lambda death: (death.time, death.code == -15), default=None)
     lines = list(lines)
     for start, stop, death in zip(starts, stops, deaths, strict=True):
@@ -348,24 +348,24 @@ def _death(block: list[Line]) -> _Death | None:
 
 
 def _first(events: list[FailureEvent], death: _Death | None) -> FailureEvent:
-    """Causes before echoes; then by the clock where all have one, by who died first, by the order of the lines."""
+    """Return the first failure: causes before echoes, then by time if all have one, by first death, by line."""
     weight = min(event.weight for event in events)
-    # A rank may say the same several times, with and without a clock: the first time counts.
-    said: dict[tuple[object, ...], FailureEvent] = {}
+    # A rank may print a failure several times, with and without a time: use the first.
+    earliest: dict[tuple[object, ...], FailureEvent] = {}
     for event in sorted(events, key=lambda event: event.line):
         if event.weight == weight:
-            said.setdefault((event.rank, event.failure.code if event.failure else event.message), event)
-    rivals = list(said.values())
-    if weight > 0:  # an echo without a rank is one that its rank has said already
+            earliest.setdefault((event.rank, event.failure.code if event.failure else event.message), event)
+    rivals = list(earliest.values())
+    if weight > 0:  # an echo without a rank repeats that of a rank
         rivals = [event for event in rivals if event.rank is not None] or rivals
     if all(event.time for event in rivals):
         return min(rivals, key=lambda event: (event.time or "", event.line))
-    # The launcher's rank is the first to die, which is the first to fail only among those that failed alike.
+    # The rank that died first failed first only among ranks with the same kind of failure.
     return min(rivals, key=lambda event: (death is None or event.rank != death.rank, event.line))
 
 
 def _rank(first: FailureEvent, events: list[FailureEvent], death: _Death | None) -> int | None:
-    """The rank that the log gives the failure, there or where it tells of it again; else the first to die."""
+    """Return the rank of the failure, at its first or a later mention in the log; else the rank that died first."""
     again = [event.rank for event in events if event.failure is first.failure is not None]
     ranks = [rank for rank in (first.rank, *again) if rank is not None]
     if ranks or death is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 _CLOCK = r"(?P<clock>\d{2}:\d{2}:\d{2}(?:[.,]\d+)?)"
 _STAMP = re.compile(
-    # Kubernetes and docker (with the stream and its F or P mark), loggers, Slurm; in brackets or not.
+    # Kubernetes and docker (with stream and F or P flag), loggers, Slurm; optionally in brackets.
     rf"\s*\[?\d{{4}}[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?\]?"
     r"(?:\s+std(?:out|err) [FP])?\s?"
 )
@@ -17,7 +17,7 @@ _GLOG = re.compile(rf"^\s*\[?[IWEF](?P<month>\d{{1,2}})(?P<day>\d\d) {_CLOCK}")
 _RANK = re.compile(
     r"\s*(?:"
     r"\[(?:rank|default|trainer|worker)[ =:]*(?P<bracket>\d+)\]:?"  # torch's excepthook, torchrun's tee, Lightning
-    r"|\[(?P<old>\d+)\]:(?=\s?\S)"  # torchrun's tee before it named the role
+    r"|\[(?P<old>\d+)\]:(?=\s?\S)"  # torchrun's tee in older versions, without the role
     r"|\[\d+,(?P<mpi>\d+)\]<std(?:out|err)>:"
     r"|\(?(?:global[ _])?rank[ =]?(?P<plain>\d+)\)?\s*[:|]"
     r")(?: ?\| ?|\s?)",
@@ -32,10 +32,10 @@ _PROCESS = re.compile(
     r"|(?P<host>(?:worker|node|host|gpu)[\w.-]*):(?=\s)"  # pdsh
     r") ?"
 )
-_LABELLED = re.compile(f"(?:{_STAMP.pattern})?{_LABEL.pattern}")
+_LABELED = re.compile(f"(?:{_STAMP.pattern})?{_LABEL.pattern}")
 _OPENS = frozenset("[(0123456789")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_GLUED = re.compile(r"((?:it/s|s/it|\w/s)[^\]]{0,80}\])(?=\[rank|\[default|Traceback)")  # a bar ends without a line end
+_GLUED = re.compile(r"((?:it/s|s/it|\w/s)[^\]]{0,80}\])(?=\[rank|\[default|Traceback)")  # bars end without a newline
 _RAY_WORKER = re.compile(r"pid=(?P<pid>\d+)\)[ :]*(?:world_)?rank=(?P<rank>\d+)")
 _RAY_SETUP = re.compile(r"\[rank=(?P<rank>\d+), world_size=\d+\]")
 _PID = re.compile(r"pid=(\d+)")
@@ -45,39 +45,39 @@ LAUNCHER = "the launcher"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a log, without its prefix and colours."""
+    """One line of a log, without its prefix and colors."""
 
     number: int
     """From 1."""
     rank: int | None
-    """Who wrote it, where the log says so."""
+    """The rank that wrote the line, if the log says."""
     text: str
     time: str | None
-    """Month, day and clock, so that every style of stamp sorts with every other; None where the line has none."""
+    """Month, day and time in one sortable format for all styles; None if the line has no timestamp."""
     process: str = ""
-    """The process as the collector names it, where it does."""
+    """The log collector's name of the process, if any."""
 
     @property
     def speaker(self) -> tuple[str, int | None]:
-        """Whose lines belong together. What the launcher says of a rank is no part of what the rank said."""
+        """Key of lines from the same source. The launcher's lines about a rank are separate from the rank's own."""
         named = self.rank is None or self.process == LAUNCHER
         return (self.process if named else ""), self.rank
 
 
 def read_lines(log: str) -> list[Line]:
-    """The lines of a log with the ranks that wrote them."""
+    """Parse the lines of a log, with the ranks that wrote them."""
     rows = list(_rows(log))
-    said = [text for _, text in rows[:2000] if text.strip()]
-    # Where most lines begin with `3: `, it is srun's label and not part of what was said.
-    has_labels = sum(_LABELLED.match(text) is not None for text in said) > len(said) / 2
+    texts = [text for _, text in rows[:2000] if text.strip()]
+    # If most lines begin with a number and a colon, as in `3: `, it is srun's label.
+    has_labels = sum(_LABELED.match(text) is not None for text in texts) > len(texts) / 2
     return _with_ranks_of_processes([_split_prefix(number, text, has_labels) for number, text in rows])
 
 
 def _rows(log: str) -> Iterator[tuple[int, str]]:
-    """Numbered as an editor does; what a progress bar wrote over itself counts as rows of one number."""
+    """Yield rows with line numbers as in an editor; overwritten states of a progress bar share one number."""
     for number, raw in enumerate(log.split("\n"), start=1):
         text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
-        text = text.removeprefix("> ")  # quoted in an issue
+        text = text.removeprefix("> ")  # quoted in an issue tracker
         if "/s" in text or "s/it" in text:
             text = _GLUED.sub(r"\1\r", text)
         for part in text.rstrip("\r").split("\r"):
@@ -85,12 +85,12 @@ def _rows(log: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_prefix(number: int, text: str, has_labels: bool) -> Line:
-    """Take off everything that is not the program's own, in whatever order it stands."""
+    """Strip timestamps, ranks and process names that were added to the program's line, in any order."""
     rank, process, time = None, "", None
-    # A cheap look, for logs of many lines: every prefix begins with one of these or soon has one of those.
+    # A fast check for long logs: every prefix begins with one of these characters or soon contains one of those.
     while (head := text[:48].lstrip()) and (head[0] in _OPENS or ": " in head or "|" in head or head[-1] == ":"):
         if found := _STAMP.match(text) or _AMERICAN.match(text):
-            time = time or _sortable(found)  # the outermost: one collector's clock for all
+            time = time or _sortable(found)  # the outermost: the collector's clock, common to all lines
         elif found := _RANK.match(text):
             rank = int(next(filter(None, found.groups())))  # the innermost: the global rank
         elif has_labels and rank is None and (found := _LABEL.match(text)):
@@ -111,7 +111,7 @@ def _sortable(stamp: re.Match[str]) -> str:
 
 
 def _with_ranks_of_processes(lines: list[Line]) -> list[Line]:
-    """A process that says its rank once has it in all its lines."""
+    """Assign the rank that a process mentions in one line to all its lines."""
     ranks: dict[str, set[int]] = {}
     for line in lines:
         if "rank=" in line.text:
@@ -137,7 +137,7 @@ def _process_key(process: str) -> str:
 
 
 def by_speaker(lines: list[Line]) -> list[list[Line]]:
-    """Each speaker's own lines, in order; those that name nobody are one speaker."""
+    """Group lines by speaker, in order; lines without rank and process form one group."""
     speakers: dict[tuple[str, int | None], list[Line]] = {}
     for line in lines:
         speakers.setdefault(line.speaker, []).append(line)
@@ -145,7 +145,7 @@ def by_speaker(lines: list[Line]) -> list[list[Line]]:
 
 
 def last_progress(own: list[Line]) -> int:
-    """Up to which line a speaker certainly lived: its third last report of a step."""
+    """Return a line up to which the rank certainly ran: its third last report of a step."""
     reports = [line for line in own if _PROGRESS.search(line.text) and not line.text.startswith(("wandb:", " "))]
     return [0, 0, 0, *dict.fromkeys(line.number for line in reports)][-3]
 
@@ -164,7 +164,7 @@ _BETWEEN = re.compile(
 _NOT_FATAL = re.compile(
     r"^(?:Exception ignored in|Error in (?:atexit|sys\.excepthook))|\b(?:WARN(?:ING)?|INFO|DEBUG)\b"
 )
-_BOX = ("\N{BOX DRAWINGS LIGHT VERTICAL}", "\N{BOX DRAWINGS LIGHT ARC UP AND RIGHT}")  # rich draws a frame around
+_BOX = ("\N{BOX DRAWINGS LIGHT VERTICAL}", "\N{BOX DRAWINGS LIGHT ARC UP AND RIGHT}")  # frame of rich tracebacks
 _NEXT = re.compile(
     r"^(?:Traceback|Original Traceback|During handling|The above exception|-- Process|[-+=]{5,}"
     r"|\[?[IWEF]\d{3,4} |\[?(?:ERROR|WARNING|INFO|DEBUG)\b|terminate called|Exception (?:raised from|ignored in)"
@@ -177,26 +177,26 @@ class Raised:
     """One traceback, and the exception at its end with its message, which may span lines."""
 
     line: Line
-    """Of the exception; until it comes, of the traceback's head."""
+    """Line of the exception; until it is found, the first line of the traceback."""
     rank: int | None = None
     time: str | None = None
     link: str = ""
-    """How it follows from the one before in its chain: `cause`, `context`, or `inner` (that one wraps it)."""
+    """Relation to the preceding exception of the chain: `cause`, `context`, or `inner` (wrapped by it)."""
     fatal: bool = True
     indent: int = 0
     frames: list[str] = field(default_factory=list)
     is_disturbed: bool = False
-    """Other output stands between the frames and the exception."""
+    """Whether there is other output between the frames and the exception."""
     rows: list[str] = field(default_factory=list)
-    """The message; the first row begins with the type."""
+    """Rows of the message; the first begins with the type."""
     numbers: set[int] = field(default_factory=set)
-    """The lines of the message."""
+    """Line numbers of the message."""
     tail: list[str] = field(default_factory=list)
-    """What follows after an empty line, and may still be of the message."""
+    """Rows after an empty line, which may belong to the message."""
 
 
 def read_tracebacks(lines: list[Line]) -> tuple[list[list[Raised]], set[int]]:
-    """The chains of exceptions in one speaker's lines, and the numbers of the lines of frames and source."""
+    """Return the chains of exceptions in one speaker's lines, and the line numbers of frames and source code."""
     chains: list[list[Raised]] = []
     quoted: set[int] = set()
     opened: Raised | None = None
@@ -221,7 +221,7 @@ def read_tracebacks(lines: list[Line]) -> tuple[list[list[Raised]], set[int]]:
         elif opened and text:
             opened.is_disturbed = True
         elif in_group and _NAMED.match(text) and line.number not in chains[-1][-1].numbers:
-            # An exception of a group that was never raised by itself has no traceback of its own.
+            # A member of an exception group that was not raised has no traceback.
             _close(chains, Raised(line, link="inner"), lines, index)
     return chains, quoted
 
@@ -243,7 +243,7 @@ def _close(chains: list[list[Raised]], raised: Raised, lines: list[Line], index:
     raised.time = line.time or raised.time
     raised.rows = [row.text.strip(" |") for row in message]
     raised.numbers = {row.number for row in message}
-    # One empty line, and then something that begins nothing new.
+    # One empty line, and then a row that begins nothing new.
     after = [row.text.strip(" |") for row in lines[index + len(message) : index + len(message) + 2]]
     if len(after) == 2 and not after[0] and after[1] and not _NEXT.match(after[1]) and not _NAMED.match(after[1]):
         raised.tail = [row.text for row in _message(lines, index + len(message) + 1)]
@@ -254,7 +254,7 @@ def _close(chains: list[list[Raised]], raised: Raised, lines: list[Line], index:
 
 
 def _message(lines: list[Line], index: int) -> list[Line]:
-    """The exception's first line and what follows until something else begins."""
+    """Return the exception's first line and the following rows of its message."""
     message = [lines[index]]
     for line in lines[index + 1 : index + 24]:
         text = line.text.strip(" |")
@@ -265,5 +265,5 @@ def _message(lines: list[Line], index: int) -> list[Line]:
 
 
 def bare_exceptions(lines: list[Line]) -> list[Line]:
-    """Lines that read like the end of a traceback whose rest is not there."""
+    """Return lines that look like the end of a traceback without the rest."""
     return [line for line in lines if _BARE.match(line.text)]
