@@ -21,7 +21,7 @@ from shardwise.checkpointing.hugging_face import read_sidecar_files
 from shardwise.checkpointing.inspecting import refuse_damaged, refuse_unsound
 from shardwise.checkpointing.names import only_model, with_our_names
 from shardwise.checkpointing.reading import read_chunk
-from shardwise.checkpointing.weights import float_dtype, refuse_remote, refuse_suffix
+from shardwise.checkpointing.weights import float_dtype, local_path, refuse_suffix
 from shardwise.errors import require_choice
 from shardwise.progress import Progress
 
@@ -156,26 +156,25 @@ def convert_checkpoint(
     """
     require_choice(format, get_args(Format), where="convert_checkpoint(format=...)")
     refuse_suffix(dst, format, 'format="full"')
-    if format != "dcp":
-        refuse_remote(dst)
+    target = storage.place(dst) if format == "dcp" else local_path(dst)
     source = open_checkpoint(src, model=model)
     contents, left_out = _what_to_write(source, format)
     infos = _infos(contents, dtype, bare=format == "safetensors")
     if verify:
         refuse_damaged(source, progress)
     if format == "dcp":
-        _write_dcp(contents, storage.place(dst), infos, progress)
+        _write_dcp(contents, target, infos, progress)
     elif format == "full":  # the dictionary that was flattened, with what stands for each tensor in its place
         encoded = {name: encode_value(value, name) for name, value in contents.values.items()}
         tensors = infos | {alias: infos[name] for alias, name in _aliases(contents).items()}
         tree = full_tree(tensors, encoded, contents.structure, step=contents.step, world_size=contents.world_size)
-        _write(FullWriter(Path(dst), tree, overwrite=overwrite), contents, progress)
+        _write(FullWriter(Path(target), tree, overwrite=overwrite), contents, progress)
     else:
-        sidecars = read_sidecar_files(Path(config) if config is not None else source.folder)
+        sidecars = read_sidecar_files(storage.place(config) if config is not None else source.folder)
         options = {"max_shard_bytes": max_shard_bytes, "sidecars": sidecars, "overwrite": overwrite}
-        _write(SafetensorsWriter(Path(dst), infos.values(), **options), contents, progress)
+        _write(SafetensorsWriter(Path(target), infos.values(), **options), contents, progress)
     return Conversion(
-        path=storage.place(dst),
+        path=target,
         format=format,
         source_format=source.format,
         num_tensors=len(contents.tensors),

@@ -113,11 +113,14 @@ _FIXES = {
 
 
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
+_FILE_URL = re.compile(r"file:(?://(?:localhost(?=/))?|(?=/))")
 
 
 def place(path: str | Path) -> Place:
-    """Return a `Path`, or the URL of remote storage."""
+    """Return a `Path`, also for `file://`, or the URL of remote storage."""
     text = str(path)
+    if (scheme := _FILE_URL.match(text)) is not None:
+        return Path(text[scheme.end() :])
     if isinstance(path, Path) and _URL_AS_PATH.match(text):
         raise CheckpointError(
             f"{text} is a URL that pathlib has changed",
@@ -125,14 +128,7 @@ def place(path: str | Path) -> Place:
             why="a Path has one slash where a URL has two, and would be a folder on the local disk",
             fix="give the URL as a string",
         )
-    if text.startswith("file://"):
-        return Path(text.removeprefix("file://"))
-    return text.rstrip("/") if is_remote(path) else Path(path)
-
-
-def is_remote(path: str | Path) -> bool:
-    """Whether fsspec must serve it."""
-    return isinstance(path, str) and "://" in path and not path.startswith("file://")
+    return text.rstrip("/") if "://" in text and isinstance(path, str) else Path(path)
 
 
 def join(folder: Place, name: str) -> Place:

@@ -33,7 +33,7 @@ from shardwise.checkpointing.names import (
 )
 from shardwise.checkpointing.reading import RequestReader, Verify, open_on_ranks
 from shardwise.checkpointing.state import FlatState, RunObjects, Stateful, refuse_empty, refuse_unusable
-from shardwise.checkpointing.storage import bytes_of, counting, is_remote, trim_malloc
+from shardwise.checkpointing.storage import bytes_of, counting, place, trim_malloc
 from shardwise.distributed.agreement import Channel, is_first, on_rank_zero, raise_on_all_ranks, run_on_all
 from shardwise.distributed.mesh import widest_mesh
 from shardwise.errors import CheckpointError, ConfigError, require_choice
@@ -126,7 +126,7 @@ def save_weights(
     options: dict[str, Any] = {"overwrite": overwrite}
     if format == "torch":
         tree = {name: info for tensor, info in zip(tensors, infos, strict=True) for name in tensor.names}
-        writer = FullWriter(Path(path), tree, **options)
+        writer = FullWriter(local_path(path), tree, **options)
     else:
         if format == "peft":
             described = json.dumps(peft_config(model), indent=2, sort_keys=True).encode() + b"\n"
@@ -135,7 +135,7 @@ def save_weights(
             stem = "diffusion_pytorch_model" if _is_of_diffusers(model) else "model"
             sidecars = sidecar_files(model, target)
             options |= {"stem": stem, "sidecars": sidecars, "max_shard_bytes": _limit(max_shard_bytes)}
-        writer = safetensors.SafetensorsWriter(Path(path), infos, **options)
+        writer = safetensors.SafetensorsWriter(local_path(path), infos, **options)
     stream_gathered(writer, named, mesh, progress)
 
 
@@ -210,7 +210,7 @@ def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
 def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]:
     require_choice(format, ("safetensors", "torch", "peft"), where="save_weights(format=...)")
     refuse_suffix(path, format, 'format="torch"')
-    refuse_remote(path)
+    local_path(path)
     refuse_unusable(model)
     refuse_stage(model)
     tensors = model_tensors(model)
@@ -234,15 +234,16 @@ def refuse_stage(model: nn.Module) -> None:
         )
 
 
-def refuse_remote(path: str | Path) -> None:
-    """Raise for a URL: single files are written on a local disk only."""
-    if is_remote(path):
-        raise CheckpointError(
-            "weights are written to a local disk only",
-            where=str(path),
-            why="a file is committed by an atomic rename, which object stores lack",
-            fix="save to a local folder and upload that; Checkpointer writes to object stores",
-        )
+def local_path(path: str | Path) -> Path:
+    """Return the path; raise for the URL of a store: single files are written on a local disk only."""
+    if isinstance(found := place(path), Path):
+        return found
+    raise CheckpointError(
+        "weights are written to a local disk only",
+        where=found,
+        why="a file is committed by an atomic rename, which object stores lack",
+        fix="save to a local folder and upload that; Checkpointer writes to object stores",
+    )
 
 
 _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
@@ -388,10 +389,10 @@ def save_full(
     """
     run = RunObjects(model, optimizers, objects)
     mesh = _mesh(run)
-    run_on_all(lambda: refuse_remote(path), mesh, CheckpointError)
+    local = run_on_all(lambda: local_path(path), mesh, CheckpointError)
     run_on_all(lambda: [refuse_stage(each) for each in run.models.values()], mesh, CheckpointError)
     tree, tensors = run_on_all(lambda: _as_tree(run.collect(extra=extra)), mesh, CheckpointError)
-    stream_gathered(FullWriter(Path(path), tree, overwrite=overwrite), tensors, mesh, progress)
+    stream_gathered(FullWriter(local, tree, overwrite=overwrite), tensors, mesh, progress)
 
 
 def load_full(

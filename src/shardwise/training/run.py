@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import compat
 from shardwise.checkpointing.names import model_tensors
+from shardwise.checkpointing.storage import place
 from shardwise.checkpointing.weights import load_weights
 from shardwise.config.load import check_ranges, to_yaml
 from shardwise.config.run import RunConfig
@@ -57,7 +58,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 def weights_of(config: RunConfig) -> Path | None:
     """The file or folder with the initial weights, a ConfigError if it does not exist; None: random initialization."""
-    path = Path(config.model if config.weights == "auto" else config.weights)
+    path = Path(config.model if config.weights == "auto" else place(config.weights))
     if config.weights == "auto":
         return path if path.is_dir() and any(next(path.glob(pattern), None) for pattern in _WEIGHTS) else None
     if config.weights != "none" and not path.exists():

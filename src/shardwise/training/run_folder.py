@@ -23,7 +23,7 @@ from shardwise.checkpointing.formats.detect import open_checkpoint
 from shardwise.checkpointing.formats.sharded import is_committed
 from shardwise.checkpointing.manager import Checkpointer, Retention
 from shardwise.checkpointing.names import match, model_tensors, with_our_names
-from shardwise.checkpointing.storage import is_remote, is_same_place
+from shardwise.checkpointing.storage import is_same_place, place
 from shardwise.checkpointing.weights import save_full
 from shardwise.config.load import to_yaml
 from shardwise.config.run import CheckpointConfig, RunConfig
@@ -44,14 +44,14 @@ def with_folder(config: RunConfig, *, reserve: bool = True) -> RunConfig:
     Call it once, before the ranks start, so that a restart finds its checkpoints.
     """
     if config.folder is not None:
-        if is_remote(config.folder):
+        if isinstance(folder := place(config.folder), str):
             raise ConfigError(
                 f"{config.folder} is a URL",
                 where="folder",
                 why="metrics, settings and checkpoints of a run go to a local or mounted folder",
                 fix="set folder to a path, and copy its checkpoints; or train with Checkpointer, which writes to URLs",
             )
-        return config
+        return replace(config, folder=str(folder))
     name = _plain_name(Path(config.model).name) or "run"
     if job := _plain_name(read_launch().job):  # the same after a restart of the job
         return replace(config, folder=str(Path(_PARENT, f"{name}-{job}")))
@@ -369,7 +369,7 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
                 fix="set folder to a new one, or checkpoint.resume = auto to resume",
             )
         return None
-    older = [found.step for found in own[:-1] if is_same_place(found.path, Path(resume))]
+    older = [found.step for found in own[:-1] if is_same_place(found.path, place(resume))]
     if older:
         raise ConfigError(
             f"checkpoint.resume is step {older[0]} of this run, which has continued to step {own[-1].step}",
@@ -379,7 +379,7 @@ def find_resumed(checkpoints: Path, resume: str) -> CheckpointRef | None:
         )
     if own:  # a restart resumes from the run's own progress
         return own[-1]
-    return _at(Path(resume))
+    return _at(Path(place(resume)))
 
 
 def refuse_other_weights(found: CheckpointRef, model: nn.Module) -> None:

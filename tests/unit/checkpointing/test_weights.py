@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import shardwise as sw
 from shardwise.checkpointing.state import mark_unusable, mark_usable
 from shardwise.checkpointing.weights import load_full, load_weights, save_weights
 from shardwise.errors import CheckpointError, ConfigError
@@ -333,6 +334,35 @@ def test_a_store_is_read_but_not_written(tmp_path: Path):
     store.rm("/weights", recursive=True)
     with pytest.raises(CheckpointError, match="local disk"):
         save_weights(model, "memory://weights/again")
+
+
+@pytest.mark.parametrize("scheme", ["file://", "file://localhost", "file:"])
+def test_file_urls_are_paths_wherever_one_is_taken(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "here")
+    at, model = f"{scheme}{tmp_path}", build()
+    save_weights(model, f"{at}/folder")
+    save_weights(model, f"{at}/w.pt", "torch")
+    sw.save_full(f"{at}/run.pt", model=model)
+    with sw.Checkpointer(f"{at}/run", asynchronous=False) as checkpointer:
+        checkpointer.save(1, model=model)
+    step = f"{at}/run/step-00000001"
+    targets = {"converted.pt": "full", "converted": "safetensors", "converted-dcp": "dcp"}
+    for name, format in targets.items():
+        done = sw.convert_checkpoint(step, f"{at}/{name}", format, config=at)
+        assert done.path == tmp_path / name
+    assert (tmp_path / "converted" / "config.json").exists()
+    for name in ("folder", "w.pt", "run.pt", "run", *targets):
+        loaded = build(1)
+        load_weights(loaded, f"{at}/{name}")
+        assert_loaded(loaded, model)
+        assert sw.inspect_checkpoint(f"{at}/{name}").num_bytes > 0
+        assert sw.verify_checkpoint(f"{at}/{name}") == []
+    loaded = build(1)
+    sw.load_full(Path(f"file://{tmp_path}/run.pt"), model=loaded)  # as pathlib changes it
+    assert_loaded(loaded, model)
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 def test_what_modules_keep_for_themselves_is_not_unexpected(tmp_path: Path):

@@ -374,7 +374,7 @@ def record_flat_params(model: nn.Module, folder: str | Path, optimizer: torch.op
     Ranks:
         Local: call it on rank 0; all ranks have the same layout.
     """
-    path = Path(folder) / LAYOUT_FILE
+    path = Path(storage.place(folder)) / LAYOUT_FILE
     path.write_text(json.dumps(describe_flat_params(model, optimizer), indent=1))
     return path
 
