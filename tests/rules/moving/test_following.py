@@ -359,6 +359,14 @@ def test_choices_by_the_dimensions_of_sharded_parameters_are_reported():
         ("    for x in batches:\n        loss = model(x)\n        model.zero_grad()\n        loss.backward()\n", True),
         ("    for x in batches:\n        model.zero_grad()\n        loss = model(x)\n        loss.backward()\n", False),
         ("    for x in batches:\n        loss = model(x)\n        loss.backward()\n        model.zero_grad()\n", False),
+        (
+            "    model(x).backward()\n    with torch.no_grad():\n        model(x)\n    model.clip_grad_norm_(1.0)\n",
+            True,
+        ),
+        (
+            "    with torch.no_grad():\n        model(x)\n    model(x).backward()\n    model.clip_grad_norm_(1.0)\n",
+            False,
+        ),
     ],
     ids=[
         "optimizer",
@@ -369,12 +377,23 @@ def test_choices_by_the_dimensions_of_sharded_parameters_are_reported():
         "cleared_between",
         "cleared_before",
         "cleared_after",
+        "clipped_after_evaluation",
+        "clipped_after_backward",
     ],
 )
 def test_what_a_forward_left_unsharded_is_resharded_where_the_shards_are_meant(body: str, expected: bool):
     text, findings = migrate(f"def run(model):\n    model = FSDP(model)\n{body}")
     assert ("    _reshard(model)\n" in text) is expected
     assert ("SW138" in codes(findings, Status.REWRITTEN)) is expected
+
+
+def test_gradients_of_backward_in_another_method_are_clipped_after_resharding():
+    text, _ = migrate(
+        "class Trainer:\n    def __init__(self, model):\n        self.model = FSDP(model)\n\n"
+        "    def one_step(self, is_generator):\n        self.model(1).backward()\n\n    def train(self):\n"
+        "        self.one_step(True)\n        self.one_step(False)\n        self.model.clip_grad_norm_(1.0)\n"
+    )
+    assert "        _reshard(self.model)\n        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)" in text
 
 
 @pytest.mark.parametrize("folder", ["", "./"])

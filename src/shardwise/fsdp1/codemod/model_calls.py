@@ -415,9 +415,11 @@ TAKES = ("parameters", "named_parameters")
 def rewrite_after_forward(draft: FileDraft) -> None:
     """Reshard where a forward has left the root's parameters unsharded and the shards are wanted."""
     for call in draft.calls():
-        model = _rebuilt_for(draft, call) or _cleared_after_forward(draft, call)
+        model = _clipped_after_forward(draft, call)
+        if model is None and call not in draft.taken:
+            model = _rebuilt_for(draft, call) or _cleared_after_forward(draft, call)
         statement = draft.context.statement(call)
-        if model is None or call in draft.taken or not draft.starts_line(statement):
+        if model is None or not draft.starts_line(statement):
             continue
         draft.insert_before(statement, [f"{draft.helper('_reshard')}({draft.source(model)})"])
         message = "a forward without backward leaves the root unsharded: it is resharded first, as the shards are meant"
@@ -446,11 +448,38 @@ def _rebuilt_for(draft: FileDraft, call: ast.Call) -> ast.expr | None:
     return held[0] if held and (is_repeated or _has_run(draft, call, held[0])) else None
 
 
-def _has_run(draft: FileDraft, place: ast.Call, model: ast.expr) -> bool:
+def _clipped_after_forward(draft: FileDraft, call: ast.Call) -> ast.expr | None:
+    """The model whose gradients are clipped where it may have run after a backward, as in an evaluation."""
+    match call:
+        case ast.Call(func=ast.Attribute(attr="clip_grad_norm_", value=model)) if draft.holds(model):
+            if draft.target == "shardwise":
+                return None  # sw.clip_grad_norm_ is given the model and reshards it
+        case ast.Call(args=[ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_]) if draft.holds(model):
+            if not draft.context.is_any(call.func, _FUNCTIONS):
+                return None
+        case _:
+            return None
+    before = _calls_before(draft, call)
+    backward = [one.lineno for one in before if "backward" in last_name(one.func)]
+    if backward:
+        return model if _has_run(draft, call, model, min(backward)) else None
+    own = [one for one in before if isinstance(one.func, ast.Attribute) and draft.source(one.func.value) == "self"]
+    own = [one for one in own if draft.sharded.has_own(one.func.value, last_name(one.func))]  # pyrefly: ignore
+    return model if any(_may_run(draft.context, one) for one in own) else None
+
+
+def _calls_before(draft: FileDraft, place: ast.Call) -> list[ast.Call]:
+    """The calls above a place in the function around it."""
+    home = draft.context.enclosing_function(place)
+    above = [call for call in draft.calls() if call.lineno < place.lineno]
+    return [call for call in above if draft.context.enclosing_function(call) is home]
+
+
+def _has_run(draft: FileDraft, place: ast.Call, model: ast.expr, since: int = 0) -> bool:
     """Whether the model may have run before a place, in the function around: called, or handed to a function."""
-    context, home = draft.context, draft.context.enclosing_function(place)
-    for call in draft.calls():
-        if call.lineno >= place.lineno or context.enclosing_function(call) is not home or call in draft.taken:
+    context = draft.context
+    for call in _calls_before(draft, place):
+        if call.lineno <= since or call in draft.taken:
             continue
         is_itself = draft.source(call.func) == draft.source(model)
         is_handed = _may_run(context, call) and any(map(draft.sharded.has_inside, given_to(call)))
