@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 import shardwise as sw
-from shardwise.errors import ShardError
+from shardwise.errors import PlanError, ShardError
 from shardwise.fsdp1 import FullyShardedDataParallel
 from tests.ranks import ranks
 from tests.toy_models import PlainBlock
@@ -119,6 +119,30 @@ def test_a_module_that_is_added_after_sharding_is_not_stepped_unaveraged(rank: i
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ShardError, match=f"{name}.weight.*added to Net after sharding"):
         optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("wrap", [sw.shard, FullyShardedDataParallel], ids=["shard", "fsdp1"])
+def test_parameters_listed_before_sharding_are_clipped(rank: int, wrap: Callable[[nn.Module], nn.Module]):
+    model = Net()
+    listed = list(model.parameters())
+    model = wrap(model)
+    model(normal(rank, 4, 16)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(listed, 0.5)
+    assert float(sw.clip_grad_norm_(model, 1.0)) == pytest.approx(0.5, rel=1e-3)
+
+
+@ranks(2)
+def test_a_view_and_a_model_made_before_sharding_are_refused(rank: int):
+    model, other = Net(), Net()
+    other.head.weight, view = model.head.weight, model.blocks[0].up.weight[:16]
+    sw.shard(model, mesh=mesh_of(2))
+    x = normal(rank, 4, 16)
+    with pytest.raises(ShardError, match=r"replaced is used\n.*Linear\.weight"):
+        (model(x) + x @ view).sum().backward()
+    sw.recover(model)
+    with pytest.raises(PlanError, match=r"'head\.weight' is also a parameter of a model that has been sharded"):
+        sw.shard(other, mesh=mesh_of(2))
 
 
 @ranks(2)

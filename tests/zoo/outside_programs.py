@@ -226,3 +226,23 @@ def rows_of_weights_in_losses(shard: Shard, rows: Rows) -> Any:
         return model(x).square().mean() + (model.out.weight[2] * x).square().mean() + model.inp.weight[1:3].abs().sum()
 
     return train(shard(Stack()), rows, loss_of)
+
+
+@program
+def references_from_before_sharding(shard: Shard, rows: Rows) -> Any:
+    """A list of parameters that is clipped, clamped and penalized; a closure and a hook that read weights."""
+    whole = Stack()
+    listed, weight, first = list(whole.parameters()), whole.blocks[0].down.weight, whole.inp.weight
+    whole.blocks[1].register_forward_hook(lambda module, args, output: output + args[0] @ first)
+    model = shard(whole)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        x = rows(batch(step))
+        loss = model(x).square().mean() + (x @ weight).square().mean() + sum(each.square().sum() for each in listed)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(listed, 0.1)
+        optimizer.step()
+        for parameter in listed:
+            parameter.data.clamp_(-0.3, 0.3)
+    return model

@@ -26,7 +26,7 @@ from shardwise.sharding.hooks.parameter_writes import is_watched, watch_writes
 from shardwise.sharding.hooks.watching import watch_by_default
 from shardwise.sharding.inventory import local_part, local_tensor
 from shardwise.sharding.registry import ShardedState, remember
-from shardwise.sharding.repointing import watch_optimizers
+from shardwise.sharding.repointing import follow, watch_optimizers
 from shardwise.training.step import clip_grad_norm_
 
 # Arguments of the constructor that a policy does not hand on to the units below.
@@ -218,6 +218,9 @@ class FullyShardedDataParallel(OptimizerStates):
         compat.patch_accumulation(self)
         watch_writes(self)
         watch_optimizers(self, {old: owners[0][0]._parameters[owners[0][1]] for old, owners in places.items()})
+        for old, ((module, name, *_), *_) in places.items():
+            if module._parameters[name] is not old:
+                follow(old, module, name)
 
     @property
     def module(self) -> nn.Module:

@@ -48,7 +48,7 @@ def find_tensors(model: nn.Module) -> list[Tensor]:
         Tensor(tuple(name for i in same for name in names[i]), tuple(objects[i] for i in same))
         for same in merged.values()
     ]
-    _refuse_partial_overlap(tensors)
+    _refuse_partial_overlap(model, tensors)
     return tensors
 
 
@@ -63,14 +63,20 @@ def _has_storage(parameter: torch.Tensor) -> bool:
     return type(parameter) in (nn.Parameter, torch.Tensor)
 
 
-def _refuse_partial_overlap(tensors: list[Tensor]) -> None:
+def _span(tensor: torch.Tensor) -> tuple[object, int, int]:
+    """The storage of a tensor, and the range of elements that it covers."""
+    start = int(tensor.storage_offset())
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return storage_id(tensor), start, start + int(extent) + 1
+
+
+def _refuse_partial_overlap(model: nn.Module, tensors: list[Tensor]) -> None:
+    """Raise if parameters overlap, or if a buffer is in the memory of a trained one."""
     spans: dict[object, list[tuple[int, int, Tensor]]] = defaultdict(list)
     for tensor in tensors:
-        parameter = tensor.parameter
-        if parameter.numel() and _has_storage(parameter):
-            start = int(parameter.storage_offset())
-            extent = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            spans[storage_id(parameter)].append((start, start + int(extent) + 1, tensor))
+        if tensor.parameter.numel() and _has_storage(tensor.parameter):
+            storage, start, end = _span(tensor.parameter)
+            spans[storage].append((start, end, tensor))
     for same in spans.values():
         same.sort(key=lambda span: span[:2])
         for (_, end, first), (start, _, second) in itertools.pairwise(same):
@@ -81,6 +87,17 @@ def _refuse_partial_overlap(tensors: list[Tensor]) -> None:
                     why="sharding gives each parameter its own storage, which would silently untie them",
                     fix=f"register one parameter and compute the other in forward (e.g. {first.names[0]}.t())",
                 )
+    for name, buffer in model.named_buffers():
+        if buffer.numel() and _has_storage(buffer):
+            storage, start, end = _span(buffer)
+            for first, last, tensor in spans.get(storage, ()):
+                if start < last and first < end and tensor.parameter.requires_grad:
+                    raise PlanError(
+                        f"the buffer {name!r} shares memory with the parameter {tensor.names[0]!r}",
+                        where=f"{name}, {tensor.names[0]}",
+                        why="sharding gives the parameter its own storage, so the buffer would keep the old values",
+                        fix=f"use {tensor.names[0]}.detach() in forward; or, for a fixed copy, register its .clone()",
+                    )
 
 
 @dataclass(slots=True)

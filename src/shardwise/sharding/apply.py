@@ -53,7 +53,14 @@ from shardwise.sharding.parallel.context_parallel import apply_context_parallel,
 from shardwise.sharding.parallel.expert_parallel import divide_experts
 from shardwise.sharding.parallel.tensor_parallel import apply_tensor_parallel, hook_tensor_parallel
 from shardwise.sharding.registry import ShardedState, on_recover, remember
-from shardwise.sharding.repointing import around_steps, remember_parameters, repoint, watch_optimizers
+from shardwise.sharding.repointing import (
+    around_steps,
+    follow,
+    refuse_replaced,
+    remember_parameters,
+    repoint,
+    watch_optimizers,
+)
 
 _SAMPLES = 64
 """Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
@@ -185,6 +192,7 @@ def shard(
         Collective. Call on every rank of `mesh`.
     """
     compat.check_torch()
+    refuse_replaced(model)
     stages, mesh = sub_mesh(mesh := mesh or default_mesh(), ("pipeline",)), model_mesh(mesh)
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if plan is None:
@@ -203,7 +211,7 @@ def shard(
             stacklevel=2,
         )
     remembered = remember_parameters(model, optimizers)
-    replaced = dict(model.named_parameters())
+    replaced = dict(model.named_parameters(remove_duplicate=False))
     _prepare_storage(model, plan)  # ties
     # float8 inside, then tensor, expert and context parallelism; recomputation, compilation around it, sharding
     # outside all of them: the only order that works.
@@ -236,6 +244,10 @@ def shard(
         if (old := replaced.get(canonical_name(name), new)) is not new:
             copy_hooks(old, new)
     watch_optimizers(model, dict.fromkeys(replaced.values()))
+    for name, new in model.named_parameters(remove_duplicate=False):
+        if (old := replaced.get(canonical_name(name), new)) is not new:
+            owner, _, last = name.rpartition(".")
+            follow(old, model.get_submodule(owner), last)
     watch_writes(model)
     register_dtensor_handlers()
     step_in_backward(model)

@@ -1,4 +1,4 @@
-"""Optimizers follow their parameters: repointed after sharding, watched, state kept in the model's order."""
+"""Optimizers and other references follow their parameters: repointed after sharding, watched, state by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise import compat
 from shardwise.distributed.agreement import gather_objects
-from shardwise.errors import ShardError, ShardwiseError
-from shardwise.models.nested_tensors import find_tensors
+from shardwise.errors import PlanError, ShardError, ShardwiseError
+from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.hooks.outside import end_outside_use
 from shardwise.sharding.inventory import canonical_name, class_name, local_part
-from shardwise.sharding.registry import sharded_roots, sharded_state
+from shardwise.sharding.registry import sharded_roots, sharded_state, users_line
 
 _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -352,6 +352,59 @@ def _is_near(norm: float | None, other: float | None) -> bool:
 
 def _is_replaced(parameter: torch.Tensor) -> bool:
     return id(parameter) in _REPLACED and _REPLACED[id(parameter)][0]() is parameter
+
+
+class ReplacedParameter(nn.Parameter):
+    """A parameter from before sharding, to which a list, closure or hook still refers: uses are of the present one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func` on the present parameters."""
+        return func(*change_tensors(args, _present), **change_tensors(kwargs or {}, _present))
+
+
+def follow(old: torch.Tensor, module: nn.Module, name: str) -> None:
+    """Redirect uses of a replaced parameter to what `module` has under `name`: the shard, or in forward all of it."""
+    if type(old) is nn.Parameter:
+        if old.requires_grad:  # reached past the class below: by views made earlier, by torch.autograd.Function
+            place = f"{class_name(module)}.{name}"
+            old.register_hook(lambda _: _refuse_use(place))
+        old.__dict__[_PLACE] = weakref.ref(module), name
+        old.__class__ = ReplacedParameter
+
+
+_PLACE = "_shardwise_place"
+
+
+def _present(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not ReplacedParameter:
+        return tensor
+    module, name = tensor.__dict__[_PLACE]
+    present = getattr(module(), name, None)
+    if not isinstance(present, torch.Tensor) or present is tensor:
+        _refuse_use(name)
+    return present
+
+
+def _refuse_use(where: str) -> NoReturn:
+    raise ShardError(
+        "a parameter that sharding has replaced is used",
+        where=f"{where}, {users_line()}",
+        why="a view, a graph or a reference from before sharding leads to its old values",
+        fix="read the parameter from its module where it is used (self.linear.weight), or refer to it after shard()",
+    )
+
+
+def refuse_replaced(model: nn.Module) -> None:
+    """Raise if the model has parameters of another one that was sharded before."""
+    for name, parameter in model.named_parameters():
+        if type(parameter) is ReplacedParameter:
+            raise PlanError(
+                f"{name!r} is also a parameter of a model that has been sharded",
+                where=name,
+                why="each would train its own copy",
+                fix="shard one module that contains both models",
+            )
 
 
 def _left_behind(optimizer: Optimizer, stale: Iterable[int], model: str, *, why: str, fix: str) -> ShardError:

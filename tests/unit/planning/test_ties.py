@@ -38,6 +38,14 @@ def test_a_transposed_tie_is_refused():
         find_tensors(model)
 
 
+def test_a_buffer_in_the_memory_of_a_trained_parameter_is_refused():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    model.register_buffer("anchor", model[0].weight.detach()[:2])
+    with pytest.raises(PlanError, match=r"the buffer 'anchor' shares memory with the parameter '0.weight'"):
+        find_tensors(model)
+    find_tensors(model.requires_grad_(False))
+
+
 def test_tied_leaves_share_a_group_that_is_held():
     model = Stack(nn.ModuleList([Block(), Block()]))
     model.head.weight = model.embed.weight
