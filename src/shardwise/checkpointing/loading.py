@@ -366,7 +366,7 @@ class LoadPlan:
             for key, value in options.items():
                 current = group.options.get(key)
                 if isinstance(current, torch.Tensor):  # a learning rate that a captured graph reads
-                    current.copy_(torch.as_tensor(value))
+                    current.copy_(torch.as_tensor(value, device="cpu"))
                 elif isinstance(value, torch.Tensor) and key in group.options and value.ndim == 0:
                     group.options[key] = value.item()
                 else:

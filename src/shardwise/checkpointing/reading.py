@@ -171,7 +171,7 @@ class RangeReader(threading.local):
 
     def _buffer(self, *, pinned: bool) -> torch.Tensor:
         if pinned not in self._buffers:
-            self._buffers[pinned] = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            self._buffers[pinned] = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._buffers[pinned]
 
     def _read(self, item: Range, buffer: memoryview) -> int:
@@ -283,7 +283,8 @@ def read_chunk(
 ) -> torch.Tensor:
     """A stored tensor, or a part of it, as a new CPU tensor; one that is not stored, or damaged, raises."""
     spec = spec or ChunkSpec.whole(tensor.shape)
-    request = Request(tensor.name, torch.empty(spec.sizes, dtype=getattr(torch, tensor.dtype)), spec)
+    target = torch.empty(spec.sizes, dtype=getattr(torch, tensor.dtype), device="cpu")
+    request = Request(tensor.name, target, spec)
     if problem := _problem(tensor, request):
         why = "the checkpoint's index does not fit its files: a part is missing, or the index is damaged"
         raise storage.damaged(f"cannot read {tensor.name}: {problem}", contents.path, why)
@@ -358,7 +359,7 @@ class RequestReader:
         mesh = self._mesh
         for spec in stored.portions(max_bytes=_BROADCAST_BYTES):
             num_bytes = spec.numel * ITEM_BYTES[stored.dtype]
-            data = torch.zeros(num_bytes + 1, dtype=torch.uint8)  # the last byte says whether the first rank failed
+            data = torch.zeros(num_bytes + 1, dtype=torch.uint8, device="cpu")  # last byte: the first rank failed
             error = None
             if is_first(mesh):
                 try:

@@ -158,7 +158,8 @@ def seed_from_state(states: Mapping[str, torch.Tensor], rank: int) -> None:
     """Seed the generators of a rank that no state was saved for: from another rank's, the same whenever it resumes."""
     generator = torch.Generator()
     generator.set_state(states["torch"])
-    seed_everything(int(torch.randint(0, 2**62, (), generator=generator)) ^ (rank * 0x9E3779B97F4A7C15 % 2**62))
+    drawn = int(torch.randint(2**62, (), device="cpu", generator=generator))
+    seed_everything(drawn ^ (rank * 0x9E3779B97F4A7C15 % 2**62))
 
 
 def _as_bytes(value: object) -> torch.Tensor:

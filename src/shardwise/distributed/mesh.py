@@ -102,7 +102,7 @@ def draw_mesh(mesh: DeviceMesh | MeshConfig) -> str:
     """
     if isinstance(mesh, MeshConfig):
         sizes, device = mesh.sizes(mesh.num_ranks), mesh_axes(mesh)[1]
-        ranks, places = torch.arange(mesh.num_ranks).view(*sizes.values()), list(sizes)
+        ranks, places = torch.arange(mesh.num_ranks, device="cpu").view(*sizes.values()), list(sizes)
     else:
         sizes, device = axis_sizes(mesh), mesh.device_type
         ranks, meanings = mesh.mesh, {name: meaning for meaning, name in axis_names(mesh).items()}

@@ -305,7 +305,7 @@ def _make(
         if group is None or group is dist.group.WORLD:
             return mesh_of_sizes(device_type, {"replicate": dist.get_world_size(), "shard": 1})
         alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_shard")
-        ranks = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int).view(-1, 1)
+        ranks = torch.tensor(dist.get_process_group_ranks(group), dtype=torch.int, device="cpu").view(-1, 1)
         return DeviceMesh.from_group([group, alone], device_type, mesh=ranks, mesh_dim_names=_AXES)
     if device_mesh is not None:
         if strategy.name not in HYBRID or device_mesh.mesh_dim_names is not None:
@@ -315,7 +315,9 @@ def _make(
         return DeviceMesh.from_group(groups, device_mesh.device_type, mesh=device_mesh.mesh, mesh_dim_names=_AXES)
     if strategy.name in HYBRID and process_group is not None:  # (shard, replicate): rows that shard, columns of copies
         shard, replicate = process_group
-        ranks = torch.tensor(gather_objects(dist.get_process_group_ranks(shard), group=replicate), dtype=torch.int)
+        ranks = torch.tensor(
+            gather_objects(dist.get_process_group_ranks(shard), group=replicate), dtype=torch.int, device="cpu"
+        )
         return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=_AXES)
     if strategy.name in HYBRID:
         return _by_machine(device_type)

@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise as sw
 from shardwise import Checkpointer, diff_checkpoints
+from shardwise.checkpointing.state import seed_from_state
 from shardwise.errors import CheckpointError, ConfigError
 
 
@@ -271,7 +273,9 @@ ENDING = """
 import os, signal, sys
 import torch
 from torch import nn
+import shardwise as sw
 from shardwise import Checkpointer, diff_checkpoints
+from shardwise.checkpointing.state import seed_from_state
 
 if sys.argv[2] == "own":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
@@ -316,6 +320,39 @@ def test_random_states_that_nobody_seeded_are_no_difference(tmp_path: Path, capl
     with Checkpointer(tmp_path / "c", asynchronous=False) as checkpointer:
         checkpointer.save(1, model=model)
     assert [each.name for each in diff_checkpoints(tmp_path / "a", tmp_path / "c").tensors] == ["rng.0.torch"]
+
+
+def test_the_default_device_does_not_matter(tmp_path: Path):
+    def a_run_with_a_tensor_lr(seed: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = a_run(seed)
+        return model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr), foreach=False)
+
+    model, optimizer = a_run_with_a_tensor_lr(0, 0.1)
+    train(model, optimizer)
+    tensors = model.state_dict()
+    strided = {**tensors, "0.weight": tensors["0.weight"].double().t().contiguous().t()}
+    torch.save(strided, tmp_path / "strided.pt")
+    runs = [a_run_with_a_tensor_lr(seed, 0.3) for seed in range(1, 5)]
+    with torch.device("meta"):
+        with Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.save(1, model=model, optimizers=optimizer)
+        sw.save_full(tmp_path / "run.pt", model=model, optimizers=optimizer)
+        sw.convert_checkpoint(tmp_path / "strided.pt", tmp_path / "weights", "safetensors", dtype="float32")
+        assert sw.verify_checkpoint(tmp_path / "run") == []
+        with Checkpointer(tmp_path / "other") as checkpointer:
+            for path, run in zip((tmp_path / "run" / "step-00000001", tmp_path / "run.pt"), runs, strict=False):
+                checkpointer.load(path=path, model=run[0], optimizers=run[1])
+        sw.load_weights(runs[2][0], tmp_path / "weights")
+        sw.load_weights(runs[3][0], tmp_path / "strided.pt", broadcast=True)
+        seed_from_state({"torch": torch.get_rng_state()}, 1)
+    for loaded, _ in runs:
+        assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+    for _, loaded in runs[:2]:
+        assert loaded.param_groups[0]["lr"].item() == pytest.approx(0.1)
+        assert all(
+            torch.equal(loaded.state[a]["exp_avg"], optimizer.state[b]["exp_avg"])
+            for a, b in zip(loaded.param_groups[0]["params"], optimizer.param_groups[0]["params"], strict=True)
+        )
 
 
 def test_a_url_that_became_a_path_is_refused():
