@@ -398,7 +398,7 @@ def test_initialiser_that_fails_on_one_rank_raises_on_all(rank: int):
             raise OSError("no such file")
 
     for sync in (False, True):
-        with pytest.raises(ShardError, match=r"an initialiser of Embedding failed: OSError: no such") as caught:
+        with pytest.raises(ShardError, match=r"an initializer of Embedding failed: OSError: no such") as caught:
             materialize(sharded(), init, sync_from_rank_zero=sync)
         assert caught.value.where == "embed"
 

@@ -1,4 +1,4 @@
-"""Activation offloading: copied to host memory during forward, and back before backward needs them."""
+"""Activation offloading: copies to host memory during forward, and back before backward."""
 
 import weakref
 from typing import Any
@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _MIN_BYTES = 2**22
-"""Smaller tensors stay on the device: each copy has a fixed cost."""
+"""Minimum size of offloaded tensors: each copy has a fixed cost."""
 
 
 class HostActivations:
     """Activations of one model's blocks in host memory, in the order of calls.
 
-    Copies run on streams of their own, one for each direction. Before backward reaches a block, the block before it is
-    fetched too, so that its copies overlap with computation.
+    Copies run on two separate streams, one per direction. When backward reaches a block, the activations of the block
+    before it are fetched too, so that these copies overlap with computation.
     """
 
     def __init__(self) -> None:
@@ -25,14 +25,14 @@ class HostActivations:
         self._last: weakref.ref[OffloadedCall] | None = None
 
     def call(self, module: nn.Module) -> "OffloadedCall":
-        """A new call of a block."""
+        """Return a new call of a block."""
         previous = self._last() if self._last is not None else None
         call = OffloadedCall(self, module, previous)
         self._last = weakref.ref(call)
         return call
 
     def streams(self, device: torch.device) -> tuple[Any, Any]:
-        """To host memory, and back."""
+        """Return the streams of copies to host memory and back."""
         if device not in self._streams:
             self._streams[device] = torch.Stream(device), torch.Stream(device)
         return self._streams[device]
@@ -42,7 +42,7 @@ class OffloadedCall:
     """Activations saved by one call of a block.
 
     Args:
-        activations: Of the model.
+        activations: Offloaded activations of the model.
         module: The block; its parameters stay on the device.
         previous: The offloaded call before this one, which backward reaches next.
     """
@@ -54,7 +54,7 @@ class OffloadedCall:
         self._seen: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[HostTensor]]] = {}
 
     def hooks(self) -> saved_tensors_hooks:
-        """The context in which the block runs."""
+        """Return the context for the forward of the block."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def fetch(self) -> None:
@@ -68,7 +68,7 @@ class OffloadedCall:
             return tensor
         storage = StorageWeakRef(tensor.untyped_storage())
         key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        known = self._seen.get(key)  # several operations may keep one tensor
+        known = self._seen.get(key)  # several operations may save the same tensor
         if known is not None and not known[0].expired() and (kept := known[1]()) is not None:
             return kept
         kept = HostTensor(tensor, self, self._activations.streams(tensor.device))
@@ -80,8 +80,8 @@ class OffloadedCall:
         if tensor.device.type == "cpu" or tensor.nbytes < _MIN_BYTES or type(tensor) is not torch.Tensor:
             return False
         if tensor.nbytes != tensor.untyped_storage().nbytes():
-            return False  # a part of a larger tensor, which would stay
-        # Now and not before: a group inside the block is unsharded on its way.
+            return False  # a part of a larger tensor, whose memory would stay allocated
+        # Not before this point: groups inside the block are unsharded during its forward.
         unsharded = (p for p in self._module.parameters() if not isinstance(p, DTensor))
         address = tensor.untyped_storage().data_ptr()
         return all(address != parameter.untyped_storage().data_ptr() for parameter in unsharded)
@@ -99,9 +99,9 @@ class HostTensor:
     """A tensor in pinned host memory.
 
     Args:
-        tensor: On the device.
-        call: Kept alive, since backward asks it for the tensors of the same call.
-        streams: To host memory, and back.
+        tensor: Tensor on the device.
+        call: The block's call; kept alive because backward fetches all tensors of the call.
+        streams: Streams of copies to host memory and back.
     """
 
     def __init__(self, tensor: torch.Tensor, call: OffloadedCall, streams: tuple[Any, Any]) -> None:
@@ -120,7 +120,7 @@ class HostTensor:
         """Start copying it back, unless backward has used it."""
         if self._fetched is not None or self._is_taken:
             return
-        # Allocated on the stream that computes, whose pool activations come from.
+        # Allocated on the compute stream, whose memory pool holds activations.
         tensor = torch.empty_like(self._host, device=self._device)
         self._back.wait_event(self._copied)
         self._back.wait_stream(torch.accelerator.current_stream(self._device))
@@ -129,13 +129,13 @@ class HostTensor:
         self._fetched = tensor, self._back.record_event()
 
     def __del__(self) -> None:
-        """Keep the memory of an unused copy until it is complete."""
+        """Keep the memory of an unused copy until the copy is complete."""
         if self._fetched is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._fetched[1])
 
     def take(self) -> torch.Tensor:
         """Return the tensor on the device, for the compute stream."""
-        self._is_taken = False  # a graph that is kept is gone through again
+        self._is_taken = False  # a retained graph may run again
         self.fetch()
         assert self._fetched is not None
         (tensor, arrived), self._fetched = self._fetched, None  # freed as soon as backward has used it

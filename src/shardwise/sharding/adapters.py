@@ -30,7 +30,7 @@ from shardwise.sharding.registry import forget_parameters
 
 CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
-"""What peft puts before the names of the model in its files."""
+"""Prefix of the model's names in peft's files."""
 _BUCKET_BYTES = 64 << 20
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,8 +38,8 @@ M = TypeVar("M", bound=nn.Module)
 class LoraLayer(nn.Module):
     """Mixin of a linear layer with an adapter: two matrices and a forward that adds their product.
 
-    The adapter's parameters are the layer's own, not those of modules in it: the base keeps its names, and plans find
-    the same groups as without adapters.
+    The adapter's parameters are registered on the layer itself, not on submodules: the base weights keep their names,
+    and plans find the same groups as without adapters.
     """
 
     weight: nn.Parameter
@@ -60,7 +60,7 @@ class LoraLayer(nn.Module):
         nn.init.zeros_(self.lora_B)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's own output and the adapter's, which is computed in the adapter's dtype."""
+        """Return the sum of the layer's output and the adapter's, which is computed in the adapter's dtype."""
         output = super().forward(x)
         narrow = F.dropout(x.to(self.lora_A.dtype), self.lora_dropout, self.training)
         update = F.linear(F.linear(narrow, self.lora_A), self.lora_B) * self.lora_scale
@@ -71,21 +71,21 @@ def add_lora(model: M, config: LoraConfig | str | Path | None = None) -> M:
     """Freeze a model and add a low-rank adapter to each of its linear layers, in place; return the model.
 
     Call it before `shard` (and before `checkpoint_activations` and `compile_blocks`). The names of the model's own
-    parameters stay, so that `load_weights` reads the base as before; adapters are called `<layer>.lora_A` and
+    parameters stay, so that `load_weights` reads the base weights as before; adapters are called `<layer>.lora_A` and
     `<layer>.lora_B`. `save_weights(model, folder, format="peft")` writes them for peft, `load_weights(model, folder)`
     reads such a folder, and `merge_lora` adds them to the base.
 
     Args:
-        model: On the meta device, or with values; not sharded. With values, each rank must draw the same adapters: seed
-            alike.
-        config: Rank, layers and quantisation; or a folder of peft's, whose adapters have these.
+        model: Unsharded model, on the meta device or with values. With values, each rank must draw the same adapters:
+            use the same seed.
+        config: Rank, layers and quantization, or a peft folder with these settings.
 
     Raises:
-        ConfigError: A setting is out of range, or a pattern matches nothing that can have an adapter.
+        ConfigError: A setting is out of range, or a pattern matches no layer that supports adapters.
         ShardError: The model is sharded, or has adapters already.
 
     Ranks:
-        Local. Call it alike on every rank.
+        Local. Call it identically on every rank.
     """
     config = read_peft_config(Path(config)) if isinstance(config, str | Path) else config or LoraConfig()
     check_ranges(config, "lora")
@@ -124,7 +124,7 @@ def _adapt(layer: Any, config: LoraConfig) -> None:
 
 @functools.cache
 def _adapted_class(kind: type) -> type:
-    """A layer's class with an adapter; the layer stays the object it is, with its hooks and its initialisation."""
+    """Return a layer's class with an adapter; the layer remains the same object, with its hooks and initialization."""
     return type(f"Lora{kind.__name__}", (LoraLayer, kind), {"__module__": __name__})
 
 
@@ -140,7 +140,7 @@ def _refuse_adapted(model: nn.Module) -> None:
 
 
 def _linears_of_blocks(model: nn.Module) -> dict[str, Any]:
-    """The linear layers in the model's repeated blocks; all of them where it has none."""
+    """Return the linear layers in the model's repeated blocks, or all if it has no blocks."""
     try:
         inside = {
             id(module) for block in find_blocks(model, None, action="add_lora").values() for module in block.modules()
@@ -151,7 +151,7 @@ def _linears_of_blocks(model: nn.Module) -> dict[str, Any]:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Layers that can have an adapter: those whose forward is that of a linear layer and is really called."""
+    """Yield the layers that support adapters: those with the forward of a linear layer, called by the model."""
     yield from ((name, layer) for name, layer in called_linears(model) if computes_linear(layer))
     if computes_linear(model):
         yield "", model
@@ -180,17 +180,17 @@ def _targets(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, Any]:
 def merge_lora(model: M) -> M:
     """Merge each adapter into its base weight and remove the adapters, in place; return the model.
 
-    The model computes the same up to rounding, and has the parameters that it had before `add_lora`, still frozen:
-    `save_weights` then writes them as those of any model.
+    The outputs stay the same up to rounding. The model has its parameters from before `add_lora`, still frozen, and
+    `save_weights` writes them as for any model.
 
     Args:
-        model: With adapters of `add_lora`; sharded or not, with values.
+        model: Sharded or unsharded model with adapters of `add_lora`, not on the meta device.
 
     Raises:
-        ShardError: It has no adapters, or its weights are quantised.
+        ShardError: The model has no adapters, or its weights are quantized.
 
     Ranks:
-        Collective where the model is sharded.
+        Collective if the model is sharded.
     """
     reshard(model)
     layers = _layers(model)
@@ -230,19 +230,19 @@ def merge_lora(model: M) -> M:
 
 
 def _original_class(kind: type) -> type:
-    """The class of a layer before it had an adapter."""
+    """Return the class of a layer without its adapter."""
     if kind.__bases__[0] is LoraLayer:
         return kind.__bases__[1]
-    sharded, adapted = kind.__bases__  # `fully_shard` made it, because the layer is a group of its own
+    sharded, adapted = kind.__bases__  # created by `fully_shard`, because the layer is a separate group
     original = _original_class(adapted)
     return type(f"FSDP{original.__name__}", (sharded, original), {"__deepcopy__": vars(kind).get("__deepcopy__")})
 
 
 def adapter_keys(model: nn.Module) -> dict[str, str]:
-    """The model's name of each adapter parameter, and its name in peft's files; none for a model without adapters.
+    """Map the name of each adapter parameter in the model to its name in peft's files; empty without adapters.
 
     Args:
-        model: With adapters of `add_lora`, or one of peft's, with adapters of any kind; sharded or not.
+        model: Sharded or unsharded model with adapters of `add_lora`, or a peft model with any adapters.
     """
     if (peft := _peft_model(model)) is not None:
         names = {canonical_name(name): parameter.shape for name, parameter in model.named_parameters()}
@@ -260,11 +260,11 @@ def adapter_keys(model: nn.Module) -> dict[str, str]:
 
 
 def without_adapters(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, str]]:
-    """The model that peft wrapped, and each name there with the name in `model`; any other model as it is.
+    """Return the model inside a peft model, with its names mapped to those in `model`; any other model unchanged.
 
     Args:
-        model: With or without adapters.
-        names: Of its tensors.
+        model: Any model.
+        names: Names of its tensors.
     """
     if (peft := _peft_model(model)) is None:
         return model, {name: name for name in names}
@@ -276,10 +276,10 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 
 def peft_config(model: nn.Module) -> dict[str, Any]:
-    """What `adapter_config.json` says of the model's adapters.
+    """Return the content of `adapter_config.json` for the model's adapters.
 
     Raises:
-        CheckpointError: The model has none.
+        CheckpointError: The model has no adapters.
     """
     if (peft := _peft_model(model)) is not None:
         described = peft.peft_config[peft.active_adapter].to_dict()
@@ -311,7 +311,7 @@ def peft_config(model: nn.Module) -> dict[str, Any]:
 
 
 def _target_modules(model: nn.Module, paths: list[str]) -> list[str]:
-    """The last parts of the layers' names, by which peft finds them; whole names where others end in these too."""
+    """Return the last components of the layers' names, as peft matches them; full names if other layers match too."""
     ends = {path.rpartition(".")[2] for path in paths}
     same = [canonical_name(name) for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
     return sorted(ends) if sorted(same) == sorted(paths) else sorted(paths)
@@ -322,14 +322,14 @@ _REFUSED = {
     "modules_to_save": None, "layers_to_transform": None, "target_parameters": None, "trainable_token_indices": None,
     "use_qalora": False, "layer_replication": None, "exclude_modules": None,
 }  # fmt: skip
-"""Settings of peft that `add_lora` has nothing like, unless they have these values."""
+"""Settings of peft that `add_lora` supports only with these values."""
 
 
 def read_peft_config(folder: Path) -> LoraConfig:
     """Read the settings of the adapters in a peft folder.
 
     Raises:
-        CheckpointError: It is not such a folder, or its adapters are of a kind that `add_lora` does not make.
+        CheckpointError: The folder is not a peft folder, or `add_lora` does not support its kind of adapters.
     """
     described = _read_config(folder)
     strange = [
@@ -376,10 +376,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_other_adapters(model: nn.Module, folder: Path) -> None:
-    """Raise if adapters in a folder of peft's mean something else than the model's: names and shapes do not show it.
+    """Raise if adapters in a peft folder have another scale than the model's, which names and shapes do not show.
 
     Raises:
-        CheckpointError: They are scaled differently.
+        CheckpointError: The scales differ.
     """
     theirs, ours = _read_config(folder), peft_config(model)
     scales = [config["lora_alpha"] / config["r"] for config in (theirs, ours) if config.get("r")]

@@ -1,4 +1,4 @@
-"""shard(): apply a plan. Decides nothing."""
+"""shard(): apply a plan, without making decisions."""
 
 import warnings
 import weakref
@@ -63,14 +63,14 @@ from shardwise.sharding.repointing import (
 )
 
 _SAMPLES = 64
-"""Elements compared of each parameter: enough to tell two random draws apart, cheap for any size."""
+"""Number of elements compared per parameter: enough to distinguish two random draws, cheap for any size."""
 
 
 def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise unless `plan` was made for this model and mesh.
 
     Raises:
-        PlanError: Already sharded, other parameters, or other mesh sizes.
+        PlanError: The model is already sharded, or its parameters or the mesh sizes differ from the plan's.
     """
     refuse_sharded(model, mesh)
     sizes = mesh_axes(mesh)[0]
@@ -102,11 +102,11 @@ def check_fits(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 def agree_on_plan_and_weights(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> str:
     """Raise on every rank, with the difference, unless all ranks have the same plan and the same weights.
 
-    Weights are judged by a sample of each parameter. Each rank keeps its slice of its own copy, so ranks that were
-    initialised differently would silently train a patchwork.
+    A sample of each parameter is compared. Each rank keeps its shard of its own copy, so ranks with different
+    initial values would silently train a mixture of them.
 
     Returns:
-        Names of the parameters with what is sampled of each.
+        Names of the parameters with a fingerprint of each sample.
 
     Ranks:
         Collective.
@@ -141,7 +141,7 @@ def set_prefetch(plan: Plan, modules: dict[str, Any]) -> None:
             module.set_modules_to_forward_prefetch([modules[name] for name in group.forward_prefetch])
         if group.backward_prefetch:
             module.set_modules_to_backward_prefetch([modules[name] for name in group.backward_prefetch])
-    if plan.early_root:  # the root's parameters are gathered when its optimizer has stepped, not when forward begins
+    if plan.early_root:  # unshard the root's parameters after the optimizer step, not when forward begins
         _unshard_after_steps(modules[plan.root.modules[0]])
 
 
@@ -152,7 +152,7 @@ def _unshard_after_steps(root: Any) -> None:
         if (root := reference()) is not None and all(map(compat.is_resharded, compat.groups_of(root))):
             root.unshard(async_op=True)
 
-    # What was gathered early would hide weights that are loaded now from the next forward.
+    # The next forward would use parameters unsharded early instead of newly loaded weights.
     root.register_load_state_dict_pre_hook(lambda root, *_: reshard(root))
     weakref.finalize(root, around_steps(compat.groups_of(root), after=unshard))
 
@@ -171,22 +171,22 @@ def shard(
 ) -> M:
     """Shard `model` in place and return it, now an `FSDPModule`.
 
-    Sharding replaces every parameter by a DTensor; optimizers passed here are pointed at the new ones, and an optimizer
-    left behind raises at its first `step()`.
+    Sharding replaces every parameter by a DTensor; optimizers passed here are repointed to the new parameters, and any
+    other optimizer of the old ones raises at its first `step()`.
 
     Args:
-        model: On the meta device (recommended; call `materialize` next) or already initialised alike on every rank.
-        config: What to decide and how; the default decides everything.
-        mesh: From `init_distributed`. Its device is where the shards will live.
-        optimizers: Built earlier on this model's parameters.
-        plan: From `plan()`, to carry out as it is; computed here when absent. If `config` is given too, its
+        model: On the meta device (recommended; call `materialize` next) or initialized identically on every rank.
+        config: Sharding settings; by default all decisions are automatic.
+        mesh: From `init_distributed`. Shards are stored on its device.
+        optimizers: Existing optimizers of this model's parameters.
+        plan: From `plan()`, applied unchanged; computed here by default. If `config` is given too, its
             `activations` and `compile` are used.
         example_inputs: Arguments of `forward`, to observe real calls on fake tensors while planning.
 
     Raises:
         PlanError: The model cannot be sharded as asked; nothing has been changed.
-        ShardError: Ranks hold different plans or weights, or an optimizer belongs to another model.
-        EnvironmentProblem: The installed torch lacks something that sharding needs.
+        ShardError: Ranks have different plans or weights, or an optimizer belongs to another model.
+        EnvironmentProblem: The installed torch lacks a required feature.
 
     Ranks:
         Collective. Call on every rank of `mesh`.
@@ -200,7 +200,7 @@ def shard(
     else:
         check_fits(plan, model, mesh)
     if plan.float8:
-        import_torchao()  # before anything is changed
+        import_torchao()  # before any change
     blocks = plan if config is None else config
     refuse_budget(blocks.activations, compiles=blocks.compile is True)
     weights = agree_on_plan_and_weights(plan, model, mesh)
@@ -213,8 +213,8 @@ def shard(
     remembered = remember_parameters(model, optimizers)
     replaced = dict(model.named_parameters(remove_duplicate=False))
     _prepare_storage(model, plan)  # ties
-    # float8 inside, then tensor, expert and context parallelism; recomputation, compilation around it, sharding
-    # outside all of them: the only order that works.
+    # The only order that works: float8 innermost, then tensor, expert and context parallelism, recomputation,
+    # compilation, and sharding outermost.
     convert_linears(model, plan)
     if (experts := expert_mesh(mesh)) is not None:
         for module in plan.expert_parallel:
@@ -270,7 +270,7 @@ def _prepare_storage(model: nn.Module, plan: Plan) -> None:
 
 
 def _tie(model: nn.Module, plan: Plan) -> None:
-    """Register one object under all names of a parameter."""
+    """Register one object under all names of each tied parameter."""
     for planned in plan.parameters:
         for alias in planned.aliases:
             owner, _, name = alias.rpartition(".")
@@ -289,14 +289,14 @@ def _shard_group(
         shard_placement_fn=_placement_function(group, model),
         mp_policy=MixedPrecisionPolicy(
             param_dtype=_dtype(group.param_dtype),
-            reduce_dtype=_dtype(group.reduce_dtype or group.param_dtype),  # torch 2.15 would take the stored one
-            cast_forward_inputs=False,  # `Casts` does it
+            reduce_dtype=_dtype(group.reduce_dtype or group.param_dtype),  # torch 2.15 would use the storage dtype
+            cast_forward_inputs=False,  # `Casts` casts them
         ),
         offload_policy=policy,
         ignored_params=aside,
     )
     for member in members:
-        # Of the instance: torch gives modules that others shard the same class. FSDP2 fails by an assertion.
+        # On the instance: torch uses the same class for modules sharded by others. FSDP2 raises an AssertionError.
         member.__dict__["__deepcopy__"] = partial(_refuse_copy, "copy.deepcopy", class_name(member))
         member.__dict__["__reduce_ex__"] = partial(_refuse_copy, "torch.save or pickle", class_name(member))
     if len({getattr(torch, p.dtype).is_complex for p in group.parameters if p.trainable}) > 1:
@@ -336,7 +336,7 @@ def _below(root: str, plan: Plan) -> Plan:
 
 
 def _wire(plan: Plan, modules: dict[str, nn.Module], mesh: DeviceMesh) -> None:
-    """Install shardwise's hooks: forward hooks, held groups, gradients outside groups, prefetching."""
+    """Install shardwise's hooks: forward hooks, groups kept unsharded, gradients outside groups, prefetching."""
     model = modules[plan.root.modules[0]]
     compat.cast_instead_of_copies(model)
     compat.patch_accumulation(model)
@@ -394,7 +394,7 @@ def _casts(group: Group) -> Casts:
 
 
 def _places(planned: PlannedParameter, modules: dict[str, nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Every module and attribute under which a parameter is registered."""
+    """Return the modules and attributes that a parameter is registered under."""
     split = [name.rpartition(".") for name in (planned.fqn, *planned.aliases)]
     return [(modules[owner], name) for owner, _, name in split]
 

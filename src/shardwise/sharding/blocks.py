@@ -23,21 +23,21 @@ from shardwise.planning.plan import Plan
 from shardwise.planning.planner import plan
 from shardwise.sharding.activation_offload import HostActivations
 
-# What takes their place. A layer that is recomputed would append its keys and values a second time.
+# Values of cache arguments. A recomputed layer would append its keys and values a second time.
 _INSTEAD = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 
 
 def without_cache(names: list[str], layer: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a block without a cache; training needs none, and transformers leaves it out the same way.
+    """Remove the cache from the arguments of a block; training does not use it, and transformers removes it too.
 
     Args:
-        names: Of the block's positional arguments.
+        names: Names of the block's positional arguments.
         layer: The block's number in the cache.
-        args: Of the call.
-        kwargs: Of the call.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Raises:
-        ShardError: The cache already holds keys for this block (prefix tuning): they would be lost.
+        ShardError: The cache already has keys for this block (prefix tuning), which would be lost.
     """
 
     def instead(name: str, value: Any) -> Any:
@@ -65,7 +65,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def is_known_to_write(module: nn.Module) -> bool:
-    """Whether the module holds a batch norm or a parametrisation with buffers, such as a spectral norm."""
+    """Whether the module contains a batch norm or a parametrization with buffers, such as a spectral norm."""
     return any(
         isinstance(inner, _BATCH_NORMS)
         or (isinstance(inner, ParametrizationList) and next(inner.buffers(), None) is not None)
@@ -74,7 +74,7 @@ def is_known_to_write(module: nn.Module) -> bool:
 
 
 class WrittenBuffers:
-    """The buffers of one block, watched in its first run of each mode to learn which ones it writes.
+    """Buffers that a block writes, found in its first run in training and in evaluation mode.
 
     Args:
         module: The block.
@@ -89,7 +89,7 @@ class WrittenBuffers:
         return bool(self._written.get(self.module.training, self._places))
 
     def contexts(self) -> Contexts:
-        """Return contexts of a run and of its recomputation, which uses copies of the buffers from before the run."""
+        """Return contexts of a run and of its recomputation, which uses the buffer values from before the run."""
         training = self.module.training
         before: dict[tuple[nn.Module, str], tuple[torch.Tensor, int, torch.Tensor]] = {}
         for module, name in self._written.get(training, self._places):
@@ -99,10 +99,10 @@ class WrittenBuffers:
         @contextmanager
         def first() -> Iterator[None]:
             yield
-            if training not in self._written:  # from now on only what was written is copied
+            if training not in self._written:  # later runs copy only the buffers written
                 for (module, name), (buffer, version, value) in list(before.items()):
                     now = module._buffers.get(name)
-                    # Batch norm writes without counting it as a new version.
+                    # Batch norm writes without a new version number.
                     if now is buffer and now._version == version and torch.equal(now, value):
                         del before[module, name]
                 self._written[training] = list(before)
@@ -122,7 +122,7 @@ class WrittenBuffers:
 
 
 def refuse_sharded(model: nn.Module, action: str) -> None:
-    """Raise if the model is sharded already, or a part of it, where `action` would change it."""
+    """Raise if the model, or a part of it, is already sharded, before `action` changes it."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ShardError(
@@ -134,15 +134,15 @@ def refuse_sharded(model: nn.Module, action: str) -> None:
 
 
 def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: str) -> dict[str, nn.Module]:
-    """The outermost modules below the root that are groups of `plan(model, config)` and have parts.
+    """Return the outermost composite modules below the root that are groups of `plan(model, config)`.
 
     Args:
-        model: Not sharded yet.
-        config: The one that will be given to `shard()`, or its plan; None finds the blocks automatically.
-        action: What will be done to them, for messages: "checkpoint_activations".
+        model: Unsharded model.
+        config: The config for `shard()`, or its plan; None finds the blocks automatically.
+        action: Name of the calling operation for messages, such as "checkpoint_activations".
 
     Returns:
-        FQN to module, in the model's order.
+        The modules by FQN, in the model's order.
 
     Raises:
         ShardError: The model is sharded already, or has no such blocks.
@@ -161,21 +161,21 @@ def find_blocks(model: nn.Module, config: ShardConfig | Plan | None, *, action: 
 
 
 class ReplacedForward:
-    """Stands in a module's instance for its `forward`, so that names, classes and hooks stay as they are.
+    """Replaces `forward` on a module's instance, so that names, classes and hooks do not change.
 
-    An object and not a closure: a deep copy of the model then runs the copy's weights, not the original's.
+    It is an object, not a closure, so that a deep copy of the model uses the weights of the copy.
 
     Args:
-        forward: What the module had, a bound method or another replacement.
+        forward: The previous forward, a bound method or another replacement.
     """
 
     is_compiled = False
     """Whether its function is compiled."""
     compiles_inside = False
-    """Whether a compiler should work on what it runs and leave itself alone."""
+    """Whether to compile the wrapped forward instead of the replacement itself."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        # `__wrapped__` also leads signatures and the plan's reader to the real code.
+        # With `__wrapped__`, signatures and the plan's source analysis find the real code.
         functools.update_wrapper(self, forward, updated=())
         self.__wrapped__ = forward
 
@@ -193,7 +193,7 @@ def replacements(module: nn.Module) -> Iterator[ReplacedForward]:
 
 
 def replace_innermost(module: nn.Module, make: Callable[[Callable[..., Any]], ReplacedForward]) -> None:
-    """Replace the module's own forward, inside of what recomputes or compiles it."""
+    """Replace the module's own forward, inside of recomputation and compilation."""
     chain = list(replacements(module))
     if chain:
         chain[-1].__wrapped__ = make(chain[-1].__wrapped__)
@@ -205,7 +205,7 @@ M = TypeVar("M", bound=nn.Module)
 Mode = Literal["full", "selective", "offload", "regions", "none"]
 
 _POLICIES = ("full", "selective", "offload", "every_n", "regions", "none")
-# Matrix products, attention and convolutions: nearly all of a block's arithmetic, and few of its saved bytes.
+# Matrix products, attention and convolutions: nearly all of a block's arithmetic, but few of its saved bytes.
 _COSTLY = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
@@ -228,33 +228,33 @@ def checkpoint_activations(
     """Apply activation checkpointing to the model's blocks, in place; return the model.
 
     Call it before `compile_blocks` and `shard`. Only `forward` of each block is replaced: names of
-    parameters, classes and hooks stay, and FSDP2 gathers a block once for its recomputation and its backward.
-    Random numbers are drawn again alike, and buffers that a block writes (batch statistics) are written once.
-    Caches of keys and values are left out while gradients are recorded, as transformers does. A second call
-    replaces what the first one chose.
+    parameters, classes and hooks do not change, and FSDP2 unshards a block once for its recomputation and backward.
+    Recomputation draws the same random numbers, and writes buffers such as batch statistics only once. Key-value
+    caches are disabled while gradients are recorded, as in transformers. A second call replaces the choices of
+    the first.
 
     Args:
-        model: Not sharded yet.
-        policy: `full` recomputes every block and keeps its inputs only; `selective` keeps the results of
+        model: Unsharded model.
+        policy: `full` recomputes every block and saves only its inputs; `selective` saves the results of
             matrix products, attention and convolutions, and recomputes the rest; `offload` does the same, and
-            every other block keeps them in host memory; `every_n` recomputes one block in `every`; `regions`
-            recomputes all but what the model marks with `torch_remat.region(..., recompute=False)`; `none` undoes
-            it. A number from 0 to 1 is a memory budget for blocks that `compile_blocks` compiles next: the part
-            of what they would keep, chosen operation by operation so that the least is recomputed. Or a function
-            of name and module that returns one of these, or a bool.
-        every: For `every_n`.
-        saved_ops: For `selective`: the operators (`torch.ops.aten.mm.default`) whose results are kept, in
-            place of the default ones.
-        preserve_rng: False saves a little time in models that draw no random numbers.
-        config: The one that will be given to `shard()`, where it names the blocks; or its plan.
+            every other block saves them in host memory; `every_n` recomputes one block in `every`; `regions`
+            recomputes everything outside `torch_remat.region(..., recompute=False)`; `none` disables
+            checkpointing. A number from 0 to 1 is a memory budget for blocks compiled by a later
+            `compile_blocks`: the share of activations to save, selected to minimize recomputation. A function
+            of name and module returns one of these, or a bool.
+        every: Interval of `every_n`.
+        saved_ops: For `selective`: operators whose results are saved instead of the default ones, such as
+            `torch.ops.aten.mm.default`.
+        preserve_rng: False saves a little time in models without random numbers.
+        config: The config for `shard()`, if it names the blocks, or its plan.
 
     Raises:
-        ConfigError: An unknown policy, or `every` below 1.
-        EnvironmentProblem: `regions`, and torch_remat is not installed.
+        ConfigError: The policy is unknown, or `every` is below 1.
+        EnvironmentProblem: `regions` requires torch_remat, which is not installed.
         ShardError: The model is sharded or compiled already, or has no blocks.
 
     Ranks:
-        Local. Choose alike on every rank.
+        Local. Choose the same on every rank.
     """
     where = "checkpoint_activations: "
     if not callable(policy) and not _is_budget(policy) and policy not in _POLICIES:
@@ -268,7 +268,7 @@ def checkpoint_activations(
         why = "every N-th block is recomputed"
         raise ConfigError(f"every is {every}", where=where + "every", why=why, fix="set every = 1 or more")
     blocks = find_blocks(model, config, action="checkpoint_activations")
-    # All answers first: a policy that raises leaves the model as it was.
+    # All policy calls come first, so that the model does not change if one raises.
     modes = [_mode(policy, every, index, len(blocks), *block) for index, block in enumerate(blocks.items())]
     change_activations(blocks, modes, saved_ops=saved_ops, preserve_rng=preserve_rng)
     return model
@@ -282,14 +282,14 @@ def change_activations(
     preserve_rng: bool = True,
     offload: bool = False,
 ) -> None:
-    """Make each block recompute as its mode says, in place of what it did before.
+    """Set the mode of each block, replacing its previous one.
 
     Args:
-        blocks: FQN to module.
-        modes: One for each block.
+        blocks: Blocks by FQN.
+        modes: Mode of each block.
         saved_ops: As in `checkpoint_activations`.
         preserve_rng: As in `checkpoint_activations`.
-        offload: Let every block keep in host memory what it keeps for backward.
+        offload: Save the activations of every block in host memory.
 
     Raises:
         ShardError: A block is compiled already.
@@ -304,7 +304,7 @@ def change_activations(
             )
     activations = HostActivations()
     for module, mode in zip(blocks.values(), modes, strict=True):
-        for replaced in list(replacements(module)):  # what a call before this one chose
+        for replaced in list(replacements(module)):  # set by an earlier call
             module.forward = replaced.__wrapped__
             if getattr(module.forward, "__func__", None) is type(module).forward:
                 del module.forward
@@ -320,7 +320,7 @@ def refuse_budget(activations: str | float, *, compiles: bool) -> None:
     """Raise if a memory budget is set without compilation.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: A memory budget is set, but blocks are not compiled.
     """
     if isinstance(activations, float) and not compiles:
         raise ConfigError(
@@ -332,13 +332,13 @@ def refuse_budget(activations: str | float, *, compiles: bool) -> None:
 
 
 class AdaptiveActivations:
-    """Activation checkpointing of a model's blocks, which saves less on out-of-memory.
+    """Activation checkpointing that saves fewer activations after running out of memory.
 
-    At first everything is kept on the device. `keep_less` recomputes what is cheap, then also moves a growing part of
-    the rest to host memory, and in the end recomputes whole blocks, more and more of them.
+    Initially all activations are saved on the device. `keep_less` first recomputes cheap operations, then also offloads
+    a growing share of the rest to host memory, and finally recomputes a growing share of whole blocks.
 
     Args:
-        model: Not sharded and not compiled yet.
+        model: Unsharded and uncompiled model.
         plan: Its plan, which names the blocks.
 
     Raises:
@@ -349,7 +349,7 @@ class AdaptiveActivations:
         ("none", 1.0), ("selective", 1.0), ("offload", 1 / 2), ("offload", 5 / 8), ("offload", 3 / 4),
         ("full", 1 / 2), ("full", 3 / 4), ("full", 1.0),
     )  # fmt: skip
-    """What blocks do, and the share of them that does so; the others recompute what is cheap."""
+    """Modes, and the share of blocks in each; other blocks recompute cheap operations."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         blocks = find_blocks(model, plan, action="checkpoint_activations")
@@ -359,13 +359,13 @@ class AdaptiveActivations:
         self.reset()
 
     def keep_less(self, *, recompute_blocks: bool) -> Mode | None:
-        """Save less from the next call on.
+        """Save fewer activations from the next call on.
 
         Args:
             recompute_blocks: Whether whole blocks may be recomputed.
 
         Returns:
-            What the blocks do now; None where there is nothing left to change.
+            The new mode; None if there is no further level.
         """
         level = self._level + 1
         if level == len(self._LEVELS) or (self._LEVELS[level][0] == "full" and not recompute_blocks):
@@ -374,7 +374,7 @@ class AdaptiveActivations:
         return self._LEVELS[level][0]
 
     def reset(self, level: int = 0) -> None:
-        """Keep everything on the device again, or what a level keeps."""
+        """Go back to saving everything on the device, or to another level."""
         self._level = level
         mode, share = self._LEVELS[level]
         for index, (offloaded, checkpointed) in enumerate(self._forwards):
@@ -385,7 +385,7 @@ class AdaptiveActivations:
 
 
 def _is_chosen(index: int, num_blocks: int, share: float = 1 / 2) -> bool:
-    """Whether a block is one of a share that is spread evenly; the last one, with which backward begins, is not."""
+    """Whether a block belongs to an evenly spread share; the last block never does, because backward starts with it."""
     behind = num_blocks - 1 - index
     return int((behind + 1) * share) > int(behind * share)
 
@@ -395,8 +395,8 @@ class CheckpointedForward(ReplacedForward):
 
     Args:
         module: The block.
-        mode: What is run again.
-        saved_ops: For `selective`: operators whose results are kept, in place of the default ones.
+        mode: Mode of recomputation.
+        saved_ops: For `selective`: operators whose results are saved instead of the default ones.
         preserve_rng: Draw the same random numbers again.
     """
 
@@ -408,10 +408,10 @@ class CheckpointedForward(ReplacedForward):
         indices = (getattr(inner, "layer_idx", None) for inner in module.modules())
         self.layer = next((index for index in indices if isinstance(index, int)), 0)
         self.buffers = WrittenBuffers(module)
-        self.compiles_inside = is_known_to_write(module)  # a compiler does not follow the care taken of them
+        self.compiles_inside = is_known_to_write(module)  # the compiler does not support buffers restored by us
 
     def set_mode(self, mode: Mode) -> None:
-        """Recompute in this way from the next call on."""
+        """Set the mode from the next call on."""
         self.mode = mode
         self.options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng}
         self.regions = None
@@ -423,13 +423,13 @@ class CheckpointedForward(ReplacedForward):
                 fix='pip install "shardwise[remat]", or choose selective',
             )
         if mode in ("selective", "offload"):
-            # torch.compile follows exactly this form.
+            # torch.compile supports only this form.
             kept = partial(_keep, self.saved_ops or _COSTLY_OPS)
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; what it computes inside is not kept, as far as the mode says."""
-        # Without a compiler, `selective` keeps results where no hook can move them to host memory.
+        """Run the block; save only the activations that the mode selects."""
+        # Without compilation, `selective` saves results out of reach of the hooks that offload.
         is_kept = self.mode == "none" or (self.mode == "offload" and not torch.compiler.is_compiling())
         if is_kept or not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
@@ -443,7 +443,7 @@ class CheckpointedForward(ReplacedForward):
         return checkpoint(self.__wrapped__, *args, **options, **kwargs)
 
     def _contexts(self) -> Contexts:
-        """What surrounds the first run, and what the recomputation."""
+        """Return the contexts of the first run and of the recomputation."""
         around_first, around_again = self.buffers.contexts()
         if "context_fn" not in self.options:
             return around_first, around_again
@@ -452,17 +452,17 @@ class CheckpointedForward(ReplacedForward):
 
 
 class _RandomNumbers:
-    """Draws again what was drawn, in a recomputation that leaves regions out."""
+    """Reproduces random numbers in a recomputation that skips regions."""
 
     snapshot, restore = staticmethod(random_state), staticmethod(set_random_state)
 
 
 class BudgetedForward(ReplacedForward):
-    """A block's forward that is compiled to save a part of its activations.
+    """A block's forward, compiled to save a part of its activations.
 
     Args:
-        forward: What the module had.
-        budget: From 0, as if the block were recomputed in full, to 1, which is what a compiler keeps by default.
+        forward: The previous forward.
+        budget: Share of saved activations, from 0 (full recomputation) to 1 (the compiler's default).
     """
 
     compiles_inside = True
@@ -472,18 +472,18 @@ class BudgetedForward(ReplacedForward):
         self.budget = budget
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block; where it is compiled now, within the budget."""
+        """Run the block; if this call compiles it, apply the budget."""
         refuse_budget(self.budget, compiles=getattr(self.__wrapped__, "is_compiled", False))
         with compat.memory_budget(self.budget):
             return self.__wrapped__(*args, **kwargs)
 
 
 class OffloadedForward(ReplacedForward):
-    """A block's forward that keeps in host memory what it keeps for backward; parameters stay where they are.
+    """A block's forward that saves its activations, but not its parameters, in host memory.
 
     Args:
         module: The block.
-        activations: Of the model.
+        activations: Offloaded activations of the model.
     """
 
     compiles_inside = True
@@ -540,21 +540,21 @@ def compile_blocks(model: M, *, config: ShardConfig | Plan | None = None, **comp
     """Compile the forward of each repeated block, in place; return the model.
 
     Call it after `checkpoint_activations` and before `shard`. Compilation happens at a block's first call.
-    Names of parameters and keys of the state dict stay, and FSDP2's hooks run outside the compiled code. A
+    Parameter names and state dict keys do not change, and FSDP2's hooks run outside the compiled code. A
     second call replaces the options of the first.
 
     Args:
-        model: Not sharded yet.
-        config: The one that will be given to `shard()`, where it names the blocks; or its plan.
-        **compile_options: Of `torch.compile`: `backend`, `mode`, `dynamic`, `fullgraph`, ...
+        model: Unsharded model.
+        config: The config for `shard()`, if it names the blocks, or its plan.
+        **compile_options: Options of `torch.compile`: `backend`, `mode`, `dynamic`, `fullgraph`, ...
 
     Raises:
         ShardError: The model is sharded already, or has no blocks.
 
     Ranks:
-        Local. Choose alike on every rank.
+        Local. Choose the same on every rank.
     """
-    # This backend, for debugging, runs a recomputation that it has compiled with other random numbers.
+    # This debugging backend draws other random numbers in a compiled recomputation.
     inside = compile_options.get("backend") == "eager"
     for module in find_blocks(model, config, action="compile_blocks").values():
         chain = list(replacements(module))
@@ -569,9 +569,9 @@ def compile_blocks(model: M, *, config: ShardConfig | Plan | None = None, **comp
 
 
 def compile_inside_recomputation(module: nn.Module) -> None:
-    """Let a block that is compiled and recomputed as a whole recompute what is compiled, not the other way round.
+    """Recompute the compiled forward of a block instead of compiling its recomputation.
 
-    torch (2.13) fails to compile the recomputation of DTensors: it takes their mesh for a tensor to keep.
+    torch 2.13 fails to compile the recomputation of DTensors: it treats their mesh as a saved tensor.
     """
     compiled, recomputed, *_ = (*replacements(module), None, None)
     is_compiled = isinstance(compiled, CompiledForward)
@@ -584,8 +584,8 @@ class CompiledForward(ReplacedForward):
     """A block's forward, compiled at its first call.
 
     Args:
-        forward: What to compile.
-        options: Of `torch.compile`.
+        forward: The forward to compile.
+        options: Options of `torch.compile`.
     """
 
     is_compiled = True
@@ -595,7 +595,7 @@ class CompiledForward(ReplacedForward):
         self.set_options(options)
 
     def set_options(self, options: dict[str, Any]) -> None:
-        """Compile with these from the next call on."""
+        """Set the options from the next call on."""
         self.options = options
         self._compiled: Callable[..., Any] | None = None
 
@@ -606,5 +606,5 @@ class CompiledForward(ReplacedForward):
         return self._compiled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
-        # The compiled function is bound to the original's weights: the copy compiles its own.
+        # The compiled function uses the original's weights: the copy compiles its own.
         return CompiledForward(copy.deepcopy(self.__wrapped__, memo), self.options)

@@ -1,4 +1,4 @@
-"""float8 matrix products through torchao: linear layers converted in place, and the scales of what is gathered."""
+"""float8 matrix products by torchao: in-place conversion of linear layers, and scales of all-gathered weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shardwise.sharding.repointing import around_steps
 
 @functools.cache
 def import_torchao() -> Any:
-    """Torchao's float8 package.
+    """Import torchao's float8 package.
 
     Raises:
-        EnvironmentProblem: It is not installed.
+        EnvironmentProblem: torchao is not installed.
     """
-    # It warns of each extension library that was built for another Python or torch; float8 training needs none.
+    # torchao warns about extension libraries for another Python or torch, which float8 training does not need.
     logger = logging.getLogger("torchao")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -47,11 +47,11 @@ def import_torchao() -> Any:
 def convert_linears(model: nn.Module, plan: Plan) -> None:
     """Convert the planned linear layers to float8.
 
-    A layer stays the object it is, with its names, hooks and initialisation.
+    Layers remain the same objects, with their names, hooks and initialization.
 
     Args:
-        model: Not sharded yet.
-        plan: Of it.
+        model: Unsharded model.
+        plan: Plan of the model.
 
     Raises:
         EnvironmentProblem: torchao is not installed.
@@ -84,13 +84,13 @@ def _converted_class(kind: type, float8_linear: type) -> type:
 
 
 class GatheredScales:
-    """The scales of weights that are gathered in float8, all found by one all-reduce when the root is entered.
+    """Scales of weights that are all-gathered in float8, computed by one all-reduce at the start of the root's forward.
 
-    Without it each gather of each weight reduces its own. They hold until backward ends, or forward where there is
-    none: then an optimizer or a loader may write the weights.
+    Otherwise each all-gather of a weight would reduce its own scale. Scales are valid until the end of backward, or of
+    a forward without backward; after that an optimizer or a loader may write the weights.
 
     Args:
-        root: Sharded.
+        root: The sharded root module.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -112,7 +112,7 @@ class GatheredScales:
         largest = torch.stack(torch._foreach_norm([local_tensor(weight) for weight in self._weights], math.inf)).float()
         assert self._layout is not None
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._layout.mesh.get_group(self._layout.axis))
-        # As torchao computes them: in double precision, and no smaller than its epsilon.
+        # As in torchao: in double precision, with a lower bound.
         highest = torch.finfo(compat.extension_of(self._weights[0])._dtype).max
         scales = (highest / largest.clamp(min=1e-12).double()).float()
         for weight, scale in zip(self._weights, scales.unbind(), strict=True):

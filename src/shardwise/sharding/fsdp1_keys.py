@@ -1,4 +1,4 @@
-"""FSDP1's and Composer's settings, translated into ShardConfig."""
+"""Translation of FSDP1's and Composer's settings into ShardConfig."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,38 +16,38 @@ from shardwise.errors import ConfigError, fix_name, raise_listed
 
 @dataclass(slots=True)
 class Translation:
-    """Filled key by key; nothing is done to the model before all of them have been read."""
+    """Result of a translation, filled key by key before the model is changed."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of `ShardConfig`."""
     precision: dict[str, Any] = field(default_factory=dict)
     """Fields of `PrecisionConfig`."""
     precision_reason: str | None = None
-    """Why groups compute in their dtype, where a name decided it; in place of the plan's own reason."""
+    """Reason for the compute dtype if a named precision decided it; replaces the plan's reason."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the plan about keys without other visible effects."""
+    """Notes for the plan about keys without another visible effect."""
     warnings: list[str] = field(default_factory=list)
     """Warnings for the plan about differences between FSDP1 and FSDP2."""
     problems: list[str] = field(default_factory=list)
-    """`key: what is wrong; what to do`, all of them raised together."""
+    """Problems as `key: what is wrong; what to do`, raised in one error."""
     mesh: DeviceMesh | None = None
     strategy: str | None = None
     degrees: dict[str, int] = field(default_factory=dict)
-    """Sizes of mesh axes, as far as they are given."""
+    """Given sizes of mesh axes."""
     named_precision: str | None = None
-    """PURE, DEFAULT or FULL: what it means depends on the trainer's precision, or else on the device."""
+    """PURE, DEFAULT or FULL; the meaning depends on the trainer's precision, or else on the device."""
     trainer_precision: str | None = None
     buffer_dtype: str | None = None
     sync_from_rank_zero: bool = False
     recompute: bool = False
-    """`activation_checkpointing`: of the modules that the model chooses, or else of the blocks."""
+    """Whether `activation_checkpointing` is on, for the modules that the model selects, or else for the blocks."""
     offload_activations: bool = False
     only_children: bool = False
-    """Groups are the root's direct children; `fsdp_wrap_fn` and `_fsdp_wrap` of the model are not asked."""
+    """Whether groups are the root's direct children, regardless of `fsdp_wrap_fn` and `_fsdp_wrap`."""
     _said_by: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
     def put(self, key: str, name: str, value: Any) -> None:
-        """Set a field of `ShardConfig` on behalf of `key`; two keys that differ are a problem."""
+        """Set a field of `ShardConfig` for `key`; conflicting keys are a problem."""
         earlier, before = self._said_by.get(name, (key, value))
         if before != value:
             self.problem(earlier, f"contradicts {key}: one asks for {before!r}, the other for {value!r}", "give one")
@@ -55,19 +55,19 @@ class Translation:
         self.settings[name] = value
 
     def note(self, key: str, text: str) -> None:
-        """Say in the plan what became of `key`."""
+        """Add a note about `key` to the plan."""
         self.notes.append(f"{key}: {text}")
 
     def warn(self, key: str, text: str) -> None:
-        """Warn in the plan that `key` is not what it was."""
+        """Add a warning to the plan that `key` has a different meaning in FSDP2."""
         self.warnings.append(f"{key}: {text}")
 
     def problem(self, key: str, what: str, fix: str) -> None:
-        """Refuse `key`, once all others have been read."""
+        """Record a problem of `key`, raised after all keys have been read."""
         self.problems.append(f"{key}: {what}; {fix}")
 
     def raise_problems(self) -> None:
-        """Raise once, with every problem on a line of its own."""
+        """Raise one error with one problem per line."""
         raise_listed(
             self.problems,
             f"{{num}} problem{'s' if len(self.problems) > 1 else ''} in the config of prepare_fully_shard",
@@ -78,7 +78,7 @@ class Translation:
 
 
 def as_bool(translation: Translation, key: str, value: Any) -> bool | None:
-    """The value if it is a bool; else a problem and None."""
+    """Return a bool value; for any other value record a problem and return None."""
     if isinstance(value, bool):
         return value
     translation.problem(key, f"is {value!r}", "give True or False")
@@ -99,12 +99,12 @@ _DTYPE_KEYS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 
 
 def dtype_of(value: Any) -> str | None:
-    """`bfloat16` for `torch.bfloat16`, "bf16", "amp_bf16" and the like; None for anything else."""
+    """Return the dtype name, such as `bfloat16` for `torch.bfloat16`, "bf16" and "amp_bf16"; None for other values."""
     return _DTYPE_OF.get(str(getattr(value, "value", value)).lower().removeprefix("torch."))
 
 
 def read_mixed_precision(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    """`mixed_precision=`: one of Composer's names, a dictionary, or an object of FSDP1 or FSDP2."""
+    """Translate `mixed_precision`: one of Composer's names, a dictionary, or an object of FSDP1 or FSDP2."""
     if value is None:
         return
     if isinstance(value, str) and value.upper() in NAMED:
@@ -121,17 +121,17 @@ def read_mixed_precision(translation: Translation, key: str, value: Any, model: 
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """A dictionary, or the attributes of a dataclass, by name."""
+    """Return a dictionary or the attributes of a dataclass by name; None for other values."""
     if isinstance(value, Mapping):
         return dict(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return fields | getattr(value, "__dict__", {})  # Composer's constructor sets any attribute
+        return fields | getattr(value, "__dict__", {})  # Composer's constructor accepts any attribute
     return None
 
 
 def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A precision dictionary as fields of `PrecisionConfig`; None and absent mean what they mean to FSDP."""
+    """Translate a precision dictionary to `PrecisionConfig`; None and absent fields mean the same as in FSDP."""
     known = (*_DTYPE_KEYS, *_CASTS, "keep_low_precision_grads", "_module_classes_to_ignore")
     dtypes: dict[str, str | None] = {}
     for name, value in given.items():
@@ -171,7 +171,7 @@ def read_fields(translation: Translation, key: str, given: dict[str, Any]) -> di
 
 
 def explain_low_precision_grads(translation: Translation, key: str, value: Any, model: Any = None) -> None:
-    """`keep_low_precision_grads`: FSDP2 has no such switch."""
+    """Report `keep_low_precision_grads`, which FSDP2 does not have."""
     if value:
         why = "gradients have the dtype parameters are stored in; store those in 16 bits to keep them there"
         translation.warn(key, why)
@@ -183,8 +183,8 @@ def resolve_named(translation: Translation, compute_dtype: str | None) -> None:
     """Turn PURE, DEFAULT or FULL into dtypes.
 
     Args:
-        translation: With the name, and the trainer's precision if it was given.
-        compute_dtype: What this device computes in when nobody says; None is the dtype of storage.
+        translation: Has the name, and the trainer's precision if given.
+        compute_dtype: Default compute dtype of this device; None is the storage dtype.
     """
     name, trainer = translation.named_precision, translation.trainer_precision
     if name is None and trainer is None:
@@ -210,12 +210,12 @@ KeyReader = Callable[[Translation, str, Any, nn.Module], None]
 
 
 def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
-    """Read every key of a dictionary; problems are collected, not raised.
+    """Translate all keys of a dictionary; collect problems instead of raising.
 
     Args:
-        config: Fields of `ShardConfig`, FSDP1's and Composer's settings, in any mixture that does not
-            contradict itself; or a run file of Composer's that holds them.
-        model: To name the modules and parameters that a setting may hold as objects.
+        config: Fields of `ShardConfig`, FSDP1's and Composer's settings, in any combination without conflicts;
+            or a run file of Composer with these settings.
+        model: Gives the names of modules and parameters that settings contain as objects.
     """
     translation, native = Translation(), {}
     settings = _find_settings(translation, config, model)
@@ -239,7 +239,7 @@ def translate(config: Mapping[str, Any], model: nn.Module) -> Translation:
 
 
 def _find_settings(translation: Translation, config: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """The FSDP settings of a run file, with the trainer's precision; the config itself where it is not one."""
+    """Return the FSDP settings of a run file, with the trainer's precision; any other config unchanged."""
     places = list(_places(config, "", None))
     if not places:
         return config
@@ -268,7 +268,7 @@ def _find_settings(translation: Translation, config: Mapping[str, Any], model: n
 
 
 def _places(values: Mapping[str, Any], prefix: str, precision: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Path, value and trainer's precision of each FSDP or tensor-parallel section."""
+    """Yield path, value and trainer's precision of each FSDP or tensor parallel section."""
     precision = values.get("precision", precision)
     for key, value in values.items():
         path, inner = f"{prefix}{key}", fields_of(value)
@@ -279,7 +279,7 @@ def _places(values: Mapping[str, Any], prefix: str, precision: Any) -> Iterator[
 
 
 def _tensor_parallel(translation: Translation, path: str, value: Any, model: nn.Module) -> None:
-    """Composer's `TPConfig`: the degree, and torch's styles by module."""
+    """Translate Composer's `TPConfig`: the degree, and torch's styles by module."""
     given = fields_of(value) or {}
     for key, setting in given.items():
         where = f"{path}.{key}"
@@ -297,7 +297,7 @@ def _tensor_parallel(translation: Translation, path: str, value: Any, model: nn.
 
 
 def _style(translation: Translation, where: str, style: Any) -> str | None:
-    """The name of a style, or what torch's style of the same kind is called."""
+    """Return the name of a style, also for an object of torch's styles."""
     if isinstance(style, str):
         return style
     inputs, outputs = (getattr(style, f"{end}_layouts", None) for end in ("input", "output"))
@@ -317,7 +317,7 @@ def _style(translation: Translation, where: str, style: Any) -> str | None:
 
 
 def _check_own(translation: Translation, native: dict[str, Any]) -> None:
-    """Check our own settings as a config file's are, and join them with the translated ones."""
+    """Validate fields of `ShardConfig` as in a config file, and merge them with the translated settings."""
     try:
         checked = load(ShardConfig, native)
     except ConfigError as error:
@@ -414,7 +414,7 @@ def _forward_prefetch(translation: Translation, key: str, value: Any, model: nn.
 
 
 def _ignored(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    """Modules, parameters or patterns; the names they have in the model."""
+    """Translate modules, parameters or patterns to names in the model."""
     names: list[str] = []
     modules = {id(module): name for name, module in model.named_modules()}
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -438,7 +438,7 @@ def _auto_wrap(translation: Translation, key: str, value: Any, model: nn.Module)
 
 
 def _auto_wrap_policy(translation: Translation, key: str, value: Any, model: nn.Module) -> None:
-    """Classes, or torch's two common policies as partials; the other forms are code written against FSDP1."""
+    """Translate classes, or torch's two common policies as partials; other policies are code for FSDP1."""
     if value is None:
         return
     keywords = getattr(value, "keywords", {})
@@ -494,7 +494,7 @@ _FLAGS = {
     "activation_checkpointing": "recompute",
     "activation_cpu_offload": "offload_activations",
 }
-"""Settings that are on or off, and the field of `Translation` that they set."""
+"""Boolean settings, and the fields of `Translation` that they set."""
 _EXPLAINED = {
     **NOT_NEEDED,
     "backward_prefetch_limit": "FSDP2 gathers one group ahead; prefetch.backward asks for more",
@@ -508,12 +508,12 @@ _EXPLAINED = {
     "load_planner": _NOT_HERE,
     "save_planner": _NOT_HERE,
 }
-"""Settings that FSDP2 does not need, whatever their value, and why."""
+"""Settings without a use in FSDP2, for any value, with the reason."""
 _REFUSED = {
     "te_checkpoint_wrapper": ("is not offered", "set activation_checkpointing"),
     "te_shard_fp8_weight": ("is not offered", "leave it out"),
     "param_init_fn": ("is a step of its own", "call shardwise.materialize(model, init=...) afterwards"),
     "process_group": ("a group has no device or axes", "pass device_mesh=DeviceMesh.from_group(...)"),
 }
-"""Settings that are harmless when off: what is wrong with them otherwise, and what to do."""
+"""Settings that must be off, with the problem and its fix if they are on."""
 _KNOWN = (*_OWN, *_READERS, *_FLAGS, *_EXPLAINED, *_REFUSED)

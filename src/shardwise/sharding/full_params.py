@@ -38,9 +38,9 @@ def gather_in_buckets(
 
     Args:
         named: DTensors and plain tensors, the same names in the same order on every rank.
-        bucket_bytes: Full tensors gathered by one collective; a larger tensor is gathered alone.
-        keep: False takes part in the collectives and yields None instead of tensors.
-        dtype: Cast floating-point tensors to it, before they travel.
+        bucket_bytes: Size of full tensors gathered by one collective; a larger tensor is gathered alone.
+        keep: If False, take part in the collectives but yield None instead of tensors.
+        dtype: Cast floating-point tensors to it before communication.
 
     Ranks:
         Collective, lazily: every rank must consume the same number of items.
@@ -71,7 +71,7 @@ def _gather(bucket: list[_Item], keep: bool) -> Iterator[tuple[str, torch.Tensor
         ]
     del full
     for index, (name, _, _) in enumerate(bucket):
-        tensor, tensors[index] = tensors[index], None  # the consumer may drop it before the bucket ends
+        tensor, tensors[index] = tensors[index], None  # the consumer may free it before the end of the bucket
         yield name, tensor if keep else None
 
 
@@ -83,17 +83,17 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def in_first_rank_order(
     named: Sequence[tuple[str, torch.Tensor]], mesh: DeviceMesh | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in the order of the mesh's first rank, as `gather_in_buckets` needs them.
+    """Return the tensors in the order of the mesh's first rank, as `gather_in_buckets` requires.
 
-    Ranks may list the same parameters in different orders: groups built from Python sets. What the first rank lacks is
-    left out; a plain tensor that only this rank lacks is an empty one on the meta device, which no collective touches.
+    Ranks may list the same parameters in different orders, for example if groups come from Python sets. Tensors missing
+    on the first rank are left out; a plain tensor missing on this rank is an empty meta tensor, not communicated.
 
     Args:
-        named: This rank's, each name once.
-        mesh: The ranks that hold them.
+        named: This rank's tensors, with unique names.
+        mesh: The ranks of the model.
 
     Raises:
-        CheckpointError: The same on every rank: some hold no part of a sharded tensor. It names them.
+        CheckpointError: Some ranks have no part of a sharded tensor; the same error on every rank.
 
     Ranks:
         Collective over the mesh.
@@ -118,13 +118,13 @@ def in_first_rank_order(
 
 
 def refuse_missing(lacking: Mapping[str, set[int]]) -> None:
-    """Raise if a sharded tensor has no part on some ranks.
+    """Raise if sharded tensors have no part on some ranks.
 
     Args:
-        lacking: By name of the tensor, the ranks that hold no part of it and should.
+        lacking: Ranks without a part, by tensor name.
 
     Ranks:
-        Local; call it with the same on every rank.
+        Local; call it with the same argument on every rank.
     """
     if not lacking:
         return
@@ -148,32 +148,31 @@ _Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]  # a tied parameter has
 def full_params(
     model: nn.Module, *, writeback: bool = False, rank0_only: bool = False, recurse: bool = True
 ) -> Iterator[None]:
-    """Register full, plain parameters in place of the sharded ones, until the block ends.
+    """Register full, plain parameters instead of the sharded ones in the context.
 
-    They have the dtype in which the model stores its parameters (not the compute dtype), are tied where the
-    model's are, and have no gradients. `state_dict()` and `load_state_dict()` work on them. A forward that
-    FSDP2 would gather parameters for is refused.
+    They have the storage dtype of the model (not the compute dtype), the same ties, and no gradients.
+    `state_dict()` and `load_state_dict()` use them. A forward that would unshard parameters raises.
 
     Args:
-        model: Sharded by shardwise or by hand, or not at all.
-        writeback: Keep what the block changed. Otherwise changes are dropped, as they are when it raises.
-        rank0_only: Only the first rank holds the values; elsewhere parameters are on the meta device, where
-            reading fails and writing does nothing. With `writeback`, the first rank's values reach all.
-        recurse: False leaves out the modules that are sharded as groups of their own.
+        model: Sharded by shardwise or by hand, or unsharded.
+        writeback: Keep changes made in the context. Otherwise, or if the context raises, changes are dropped.
+        rank0_only: Only the first rank gets the values; on other ranks parameters are on the meta device, where
+            reading fails and writing does nothing. With `writeback`, all ranks get the first rank's values.
+        recurse: False excludes modules that are sharded as separate groups.
 
     Raises:
-        ShardError: The model is not materialised, a forward was started inside, or a parameter was replaced
+        ShardError: The model is not materialized, a forward started in the context, or a parameter was replaced
             by one of another shape.
 
     Ranks:
         Collective, on entering and, with `writeback`, on leaving. Without `rank0_only` every rank writes back
-        its part of its own copy: make the same change on every rank.
+        its shard of its own copy: make the same change on every rank.
     """
     reshard(model)
     _refuse_meta(model)
     slots = find_slots(model, recurse)
     own: dict[nn.Parameter, nn.Parameter] = {}
-    groups = compat.param_groups(model) if recurse else compat.groups_of(model)  # inner ones continue gathering theirs
+    groups = compat.param_groups(model) if recurse else compat.groups_of(model)  # inner groups still unshard
     with compat.untouched_by_fsdp(groups, _refuse_gather):
         error: BaseException | None = None
         try:
@@ -200,22 +199,22 @@ def iter_full_tensors(
     rank0_only: bool = False,
     include_buffers: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, full tensor)` for everything in the model's state dict, a bucket at a time.
+    """Yield `(name, full tensor)` for everything in the model's state dict, one bucket at a time.
 
     Names are those of the unsharded model, without the prefixes of torch.compile and activation
-    checkpointing. A tied tensor comes once, under its first name. Tensors that are not sharded are yielded as
-    they are and share the model's memory: copy before you change one.
+    checkpointing. A tied tensor is yielded once, under its first name. Unsharded tensors share the model's
+    memory: copy one before you change it.
 
     Args:
-        model: Sharded by shardwise or by hand, or not at all.
-        bucket_bytes: Gathered by one collective; at most about twice that is held besides the model.
-        dtype: Cast floating-point tensors to it, before they travel.
-        rank0_only: Yield on the first rank only; the others take part and get nothing.
-        include_buffers: Also yield persistent buffers; this rank's own.
+        model: Sharded by shardwise or by hand, or unsharded.
+        bucket_bytes: Size gathered by one collective; the memory in use is at most about twice that.
+        dtype: Cast floating-point tensors to it before communication.
+        rank0_only: Yield on the first rank only; other ranks take part without results.
+        include_buffers: Also yield persistent buffers of this rank.
 
     Raises:
         ConfigError: `bucket_bytes` is not positive.
-        ShardError: The model is not materialised.
+        ShardError: The model is not materialized.
 
     Ranks:
         Collective, lazily: consume it to the end, or stop at the same item, on every rank.
@@ -233,7 +232,7 @@ def iter_full_tensors(
 
 
 def reshard(model: nn.Module) -> None:
-    """Register the sharded parameters everywhere and drop unsharded ones, which may be stale."""
+    """Register the sharded parameters of all groups and free unsharded ones, which may be stale."""
     for group in compat.param_groups(model):
         compat.wait_and_reshard(group)
 
@@ -272,7 +271,7 @@ def _gather_parameters(slots: _Slots, rank0_only: bool) -> dict[nn.Parameter, nn
         if full is None:
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         elif compat.storage_id(full) == compat.storage_id(local_tensor(parameter)):
-            full = full.clone()  # whole anyway, and the block must not change the model's own
+            full = full.clone()  # a plain tensor: changes in the context must not affect the model's own
         own[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
     return own
 

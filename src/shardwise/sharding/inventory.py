@@ -1,4 +1,4 @@
-"""Parameters and buffers of a model: layouts, names, values that were never written, replicas."""
+"""Parameters and buffers of a model: layouts, names, detection of unwritten values, comparison of replicas."""
 
 import itertools
 import math
@@ -23,35 +23,35 @@ from shardwise.sharding.nf4 import NF4Tensor
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """A tensor cut along one dimension over one mesh axis, and whole along every other axis.
+    """A tensor sharded on one dimension over one mesh axis, and replicated over all other axes.
 
-    All parts but the last ones hold `part_size` rows; the last may be shorter or empty (torch.chunk's rule).
+    All parts but the last ones have `part_size` rows; the last ones may be shorter or empty, as in torch.chunk.
     """
 
     mesh: DeviceMesh
     axis: int
     dim: int
     size: int
-    """Rows of the full tensor along `dim`."""
+    """Number of rows of the full tensor along `dim`."""
 
     @property
     def num_parts(self) -> int:
-        """Ranks that hold one copy between them."""
+        """Number of ranks that one copy is sharded over."""
         return self.mesh.size(self.axis)
 
     @property
     def part_size(self) -> int:
-        """Rows of the first, and fullest, part."""
+        """Number of rows of the first part, which is the largest."""
         return -(-self.size // self.num_parts)
 
     def bounds(self, part: int) -> tuple[int, int]:
-        """First row of a part, and how many rows it has."""
+        """Return the first row and the number of rows of a part."""
         start = min(part * self.part_size, self.size)
         return start, min(self.part_size, self.size - start)
 
 
 def layout_of(tensor: DTensor) -> ShardLayout | None:
-    """The layout of `tensor`, or None unless it is cut along exactly one mesh axis in the plain way."""
+    """Return the layout of `tensor`, or None unless it has one plain `Shard` placement over one mesh axis."""
     axes = sharded_axes(tensor)
     if len(axes) != 1:
         return None
@@ -63,18 +63,18 @@ def layout_of(tensor: DTensor) -> ShardLayout | None:
 
 
 def sharded_axes(tensor: DTensor) -> tuple[int, ...]:
-    """Mesh axes over which the ranks hold different values of `tensor`."""
+    """Return the mesh axes over which ranks have different values of `tensor`."""
     return tuple(axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, sharing its memory, without gradient; a plain tensor unchanged.
 
-    Of a subclass that only wraps a plain tensor (to gather it in another form), it is that tensor.
+    A tensor subclass that only wraps a plain tensor, for another form of all-gather, is unwrapped.
     """
     if not isinstance(tensor, DTensor):
         return _unwrapped(tensor.detach())
-    if not torch.is_grad_enabled():  # the switch costs more than the rest, and there may be thousands
+    if not torch.is_grad_enabled():  # switching grad mode costs more than the rest, and there may be thousands of calls
         return _unwrapped(tensor.to_local())
     with torch.no_grad():
         return _unwrapped(tensor.to_local())
@@ -90,7 +90,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a local tensor as a plain one: its own memory, unless a subclass keeps them in another form."""
+    """Return the values of a local tensor as a plain tensor, without a copy unless a subclass stores another form."""
     return tensor.dequantize() if isinstance(tensor, NF4Tensor) else local_tensor(tensor)
 
 
@@ -98,7 +98,7 @@ def local_part(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of `full` in the layout of `like`.
 
     Ranks:
-        Local. Every rank must bring the same `full`, or at least its own part of it.
+        Local. Every rank must pass the same `full`, or at least its own part of it.
     """
     if not isinstance(like, DTensor) or not sharded_axes(like):
         return full
@@ -118,17 +118,16 @@ class Chunk:
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     position: tuple[int, ...]
-    """Where it starts in the rank's local tensor."""
+    """Start of the chunk in the rank's local tensor."""
 
 
 def local_chunks(tensor: DTensor) -> list[Chunk]:
-    """The chunks of a DTensor that this rank holds; none where it holds no element, or is not in the mesh.
+    """Return the chunks of a DTensor on this rank; empty if the rank has no elements or is not in the mesh.
 
-    One chunk unless a placement deals rows out in turn (`_StridedShard` on an axis of its own).
+    There is one chunk, unless a placement interleaves rows (`_StridedShard` on a separate axis).
 
     Raises:
-        CheckpointError: The ranks hold partial sums, which are not parts of the tensor; or the local tensor is not as
-            large as the placements say.
+        CheckpointError: The placement is partial, or the size of the local tensor does not match the placements.
     """
     coordinate, local = tensor.device_mesh.get_coordinate(), local_tensor(tensor)
     if coordinate is None or local.numel() == 0:
@@ -144,9 +143,9 @@ def local_chunks(tensor: DTensor) -> list[Chunk]:
     return chunks
 
 
-@lru_cache(maxsize=4096)  # saves ask for it while training waits
+@lru_cache(maxsize=4096)  # called by saves while training waits
 def _chunks_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], list[Chunk]]:
-    """The shape of the local tensor at a place of the mesh, and the chunks in it."""
+    """Return the shape of the local tensor at a mesh coordinate, and its chunks."""
     if any(placement.is_partial() for placement in spec.placements):
         raise CheckpointError(
             f"a tensor of shape {list(spec.shape)} consists of partial sums",
@@ -160,16 +159,16 @@ def _chunks_at(spec: Any, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...],
 
 
 def _runs_along(spec: Any, dim: int, coordinate: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Rows along `dim` that follow each other in the tensor and in the local part: first row, count, position."""
+    """Return ranges of rows along `dim`, contiguous in the tensor and in the local part: first row, count, position."""
     cuts = compat.cuts_along(spec, dim)
     if all(type(placement) is Shard for _, placement in cuts):
         start, length = 0, spec.shape[dim]
         for axis, _ in cuts:
-            size = -(-length // spec.mesh.size(axis))  # as torch.chunk: the last ranks may hold less, or nothing
+            size = -(-length // spec.mesh.size(axis))  # as torch.chunk: the last ranks may have fewer rows, or none
             offset = min(coordinate[axis] * size, length)
             start, length = start + offset, min(size, length - offset)
         return [(start, length, 0)]
-    # A placement that deals rows out in turn: let it divide the row numbers, then join neighbours.
+    # A placement that interleaves rows: let it split the row numbers, then merge adjacent ones.
     rows = torch.arange(spec.shape[dim], device="cpu")
     for axis, placement in cuts:
         rows = compat.split_rows(placement, rows, spec.mesh.size(axis))[coordinate[axis]]
@@ -179,14 +178,14 @@ def _runs_along(spec: Any, dim: int, coordinate: tuple[int, ...]) -> list[tuple[
 
 
 def slices_of(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """The index of a rectangular part."""
+    """Return the index of a rectangular part."""
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def cut_by(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh and its axes that cut a DTensor into parts; None for one that is whole, or gathers itself.
+    """Return the mesh and its axes that shard a DTensor; None if it is replicated or torch must gather it.
 
-    Partial sums, and shards of tensor subclasses that we do not know, are left to torch.
+    torch gathers partial placements, and shards of unknown tensor subclasses.
     """
     if not isinstance(tensor, DTensor) or any(placement.is_partial() for placement in tensor.placements):
         return None
@@ -197,24 +196,24 @@ def cut_by(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 def full_tensor(tensor: DTensor) -> torch.Tensor:
     """Return the full tensor of a DTensor, in new memory.
 
-    torch's own `full_tensor` hangs, or mixes rows, where several mesh axes cut one dimension unevenly (2.13).
+    torch's own `full_tensor` hangs or mixes rows if several mesh axes shard one dimension unevenly (2.13).
 
     Ranks:
-        Collective over the mesh axes that shard it.
+        Collective over the mesh axes that shard the tensor.
     """
     if cut_by(tensor) is not None:
         return gather_full([tensor], [tensor.dtype])[0]
     return tensor.full_tensor() if sharded_axes(tensor) else local_tensor(tensor).clone()
 
 
-_ALIGNMENT_BYTES = 16  # no dtype is wider, so that every tensor can be viewed where it lies
+_ALIGNMENT_BYTES = 16  # the widest dtype, so that every tensor can be viewed in place
 
 
 def gather_full(tensors: Sequence[DTensor], dtypes: Sequence[torch.dtype], *, keep: bool = True) -> list[Any]:
-    """The whole of DTensors that the same axes of one mesh cut, in the given dtypes, by one all-gather an axis.
+    """Return the full tensors of DTensors sharded over the same mesh axes, in these dtypes, by one all-gather per axis.
 
-    Each is laid out as bytes, so that dtypes may mix. Parts travel padded to the fullest one. Without `keep` this rank
-    takes part, and gets None for each.
+    Tensors are gathered as bytes, so that dtypes may differ, and parts are padded to the largest one. Without `keep`
+    this rank takes part, but gets None for each tensor.
 
     Ranks:
         Collective over those axes.
@@ -227,10 +226,10 @@ def gather_full(tensors: Sequence[DTensor], dtypes: Sequence[torch.dtype], *, ke
     sizes = [
         max(math.prod(shape) for shape, _ in each) * dtype.itemsize for each, dtype in zip(parts, dtypes, strict=True)
     ]
-    # A single one is not padded: the gathered memory may then be the full tensor itself.
+    # A single tensor is not padded: the gathered memory can then be the full tensor itself.
     alignment = _ALIGNMENT_BYTES if len(tensors) > 1 else 1
     *starts, num_bytes = itertools.accumulate((-(-size // alignment) * alignment for size in sizes), initial=0)
-    # Offloaded shards travel on the mesh's device: not every process group can send from CPU memory.
+    # Copy offloaded shards to the mesh's device: not every process group supports CPU tensors.
     local = local_tensor(tensors[0])
     is_sent_as_it_is = len(tensors) == 1 and type(local) is torch.Tensor and local.dtype == dtypes[0]
     if is_sent_as_it_is and local.nbytes == num_bytes and len(places) > 1:
@@ -252,9 +251,9 @@ def gather_full(tensors: Sequence[DTensor], dtypes: Sequence[torch.dtype], *, ke
 
 
 def _join(tensor: DTensor, dtype: torch.dtype, parts: list[Any], stored: torch.Tensor) -> torch.Tensor:
-    """A tensor of its parts, each with the bytes of one row of `stored`."""
+    """Join a tensor from its parts, each given as the bytes of one row of `stored`."""
     device, layout = local_tensor(tensor).device, layout_of(tensor)
-    if layout is not None and layout.dim == 0:  # the parts follow each other, and only the last ones are padded
+    if layout is not None and layout.dim == 0:  # the parts are contiguous, and only the last ones are padded
         return stored.reshape(-1)[: tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape).to(device)
     full = torch.empty(tensor.shape, dtype=dtype, device=stored.device)
     for (shape, chunks), data in zip(parts, stored, strict=True):
@@ -264,9 +263,9 @@ def _join(tensor: DTensor, dtype: torch.dtype, parts: list[Any], stored: torch.T
     return full.to(device)
 
 
-# Never the value of a truth value; as a 2, 4 or 8 byte integer, one that no table or mask holds.
+# No bool has this value, and no table or mask has it as a 2, 4 or 8 byte integer.
 _POISON_BYTE = 0xA5
-_WORD_BYTES = 2**16  # fingerprinted at a time, which takes several times the memory
+_WORD_BYTES = 2**16  # chunk of a fingerprint, which needs several times the memory
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -283,9 +282,9 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def is_poisoned(tensor: torch.Tensor) -> bool:
-    """Whether poison is left, in any element; for 8-bit integers, in all of them.
+    """Whether any element is still poison, or all elements for 8-bit integers.
 
-    A single 8-bit integer equal to the poison may well be meant, so only an untouched tensor counts.
+    A single 8-bit integer may legitimately equal the poison, so only an untouched tensor counts.
     """
     if tensor.numel() == 0:
         return False
@@ -298,15 +297,15 @@ def is_poisoned(tensor: torch.Tensor) -> bool:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A 0-d int64 tensor that changes with the tensor's bits and their order; equal tensors give equal ones."""
+    """Return a 0-d int64 hash of the tensor's bits and their order."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     with torch.no_grad():
         stored = _bytes(plain_values(tensor).contiguous())
         if stored.storage_offset() % 4:
-            stored = stored.clone()  # four bytes are read as one number, which must be aligned
+            stored = stored.clone()  # the view as int32 needs alignment
         for place, chunk in enumerate(stored.split(_WORD_BYTES)):
             is_whole = chunk.numel() % 4 == 0
-            words = chunk.view(torch.int32) if is_whole else chunk  # 32 bits times a place: no bit overflows
+            words = chunk.view(torch.int32) if is_whole else chunk  # 32 bits times a position: no overflow
             first = place * _WORD_BYTES + 1
             total += torch.arange(first, first + words.numel(), device=words.device).mul_(words).sum()
     return total
@@ -323,7 +322,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module and the name it has for a tensor."""
+    """Registration of a tensor: a module and an attribute name."""
 
     module: nn.Module
     name: str
@@ -340,27 +339,27 @@ class Place:
     def put(self, tensor: torch.Tensor) -> None:
         """Register `tensor`."""
         if type(self.module).__setattr__ is not nn.Module.__setattr__:
-            setattr(self.module, self.name, tensor)  # recurrent layers keep a list of their weights in step
+            setattr(self.module, self.name, tensor)  # recurrent layers update their list of weights
         else:
             self._registered[self.name] = tensor
 
 
 @dataclass(eq=False, slots=True)
 class TensorEntry:
-    """One parameter or buffer; several places where it is tied."""
+    """One parameter or buffer; tied ones have several places."""
 
     fqn: str
     tensor: torch.Tensor
-    """The registered object. Its identity survives materialisation, so ties and optimizers do too."""
+    """The registered object. Materialization preserves its identity, and so ties and optimizers."""
     pending: bool
-    """It stood on the meta device: values are owed to it."""
+    """Whether it was on the meta device and has to be initialized."""
     fsdp_param: Any = None
-    """FSDP2's record of it, where a group shards it."""
+    """FSDP2's record of the parameter, if a group shards it."""
     places: list[Place] = field(default_factory=list)
     written: bool = False
-    """An initialiser has written all of it. The same on every rank, which may hold no part of it."""
+    """Whether an initializer has written all elements. Equal on all ranks, even on those without a part."""
     fingerprint: torch.Tensor | None = None
-    """Of a whole tensor of which this rank keeps a part, taken when it was last written."""
+    """Fingerprint of the full tensor of a sharded parameter, computed when it was last written."""
 
     @property
     def local(self) -> torch.Tensor:
@@ -368,7 +367,7 @@ class TensorEntry:
         return self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor
 
     def allocate(self, device: torch.device, *, poisoned: bool = True) -> None:
-        """Storage in place of meta, for this rank's part only; poisoned, unless the caller writes all of it."""
+        """Allocate this rank's part of a meta tensor; poison it unless the caller writes all of it."""
         if self.fsdp_param is None:
             new = _empty_like(self.local, device)
         else:
@@ -381,38 +380,38 @@ class TensorEntry:
             poison(self.local)
 
     def set_tensor(self, tensor: torch.Tensor) -> None:
-        """Let `tensor` be this entry's from now on, in all its places."""
+        """Replace the tensor of this entry in all places."""
         if tensor is not self.tensor:
             self.tensor = tensor
             for place in self.places:
                 place.put(tensor)
 
     def store(self, full: torch.Tensor) -> None:
-        """Keep this rank's part of `full`."""
+        """Copy this rank's part of `full` into the tensor."""
         with torch.no_grad():
             self.local.copy_(local_part(full, self.tensor))
 
     def gather(self, device: torch.device) -> torch.Tensor:
-        """The whole tensor, as a copy.
+        """Return a copy of the full tensor.
 
         Ranks:
-            Collective where it is sharded.
+            Collective if the tensor is sharded.
         """
         with torch.no_grad():
             if isinstance(self.tensor, DTensor):
-                # A copy: collectives hold on to their buffers, and `materialize` asks whether anyone still does.
+                # A copy: collectives keep references to their buffers, and `materialize` counts references.
                 return full_tensor(compat.dtensor_like(self.local.to(device), self.tensor)).clone()
             return self.tensor.detach().to(device, copy=True)
 
     @contextmanager
     def with_full_tensor(self, device: torch.device) -> Iterator[None]:
-        """Let a poisoned whole tensor stand in all places of a sharded one, then give the places back."""
+        """Register a poisoned full tensor in all places of a sharded one, and restore the places on exit."""
         full = _empty_like(self.tensor, device)
         poison(full)
         if isinstance(self.tensor, nn.Parameter):
             full = nn.Parameter(full, requires_grad=self.tensor.requires_grad)
         full.__dict__.update(self.tensor.__dict__)
-        full.__dict__.pop("_is_hf_initialized", None)  # a loader's mark; nothing was loaded into this one
+        full.__dict__.pop("_is_hf_initialized", None)  # a loader's mark, but nothing was loaded into this tensor
         for place in self.places:
             place.put(full)
         try:
@@ -423,7 +422,7 @@ class TensorEntry:
 
 
 def take_inventory(model: nn.Module) -> list[TensorEntry]:
-    """List the model's parameters and buffers, tied ones once."""
+    """List the model's distinct parameters and buffers."""
     shards = {
         id(compat.sharded_parameter(record)): record for record in compat.parameter_records(compat.param_groups(model))
     }
@@ -438,7 +437,7 @@ def take_inventory(model: nn.Module) -> list[TensorEntry]:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name its author gave the class; `fully_shard` puts FSDP before it."""
+    """Return the original class name; `fully_shard` adds the prefix FSDP."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
@@ -448,12 +447,12 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "
 
 
 def canonical_name(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
-    """The name without the components that wrappers add."""
+    """Return the name without the components that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in wrappers) if "_" in name else name
 
 
 def meta_left_in(model: nn.Module) -> Iterable[str]:
-    """Names of tensors on meta: registered ones, and plain attributes that no one would ever fill."""
+    """Return names of meta tensors: registered ones, and plain attributes that nothing initializes."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for place, tensor in _places_of(module):
@@ -478,10 +477,10 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> None:
-    """Overwrite `tensor` with the values it has on the first rank of each of the axes.
+    """Overwrite `tensor` with the values of the first rank of each of the axes.
 
     Ranks:
-        Collective over those axes. Needs one copy of the tensor at most.
+        Collective over these axes. Needs memory for at most one copy of the tensor.
     """
     with torch.no_grad():
         sent = plain_values(tensor).to(mesh.device_type).contiguous().view(-1).view(torch.uint8)
@@ -491,12 +490,12 @@ def broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh, axes: Iterable[
 
 
 def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
-    """Raise on every rank if a tensor differs between ranks that should hold the same.
+    """Raise on every rank if a tensor differs between ranks that should have equal copies.
 
-    Plain tensors and freshly initialised ones must be equal everywhere, shards along the axes that replicate.
+    Plain and newly initialized tensors must be equal on all ranks, shards along the replicating axes.
 
     Raises:
-        ShardError: Naming the first tensor that differs.
+        ShardError: A tensor differs; names the first one.
 
     Ranks:
         Collective. Two small all-reduces per mesh axis.
@@ -506,7 +505,7 @@ def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
         compared = [entry for entry in entries if axis in replicated_axes(entry, mesh)]
         if mesh.size(axis) > 1 and compared:
             differing |= dict.fromkeys(_differing(compared, mesh, axis), axis_name)
-    # Ranks that share no copy of the tensor saw no difference: they must not continue alone.
+    # Ranks without another copy of the tensor found no difference, but must not continue alone.
     found = {name: axis for part in gather_over_mesh(mesh, differing) for name, axis in part.items()}
     if found:
         first = next(entry.fqn for entry in entries if entry.fqn in found)
@@ -519,7 +518,7 @@ def check_equal(entries: Sequence[TensorEntry], mesh: DeviceMesh) -> None:
 
 
 def replicated_axes(entry: TensorEntry, mesh: DeviceMesh) -> list[int]:
-    """The axes of `mesh` along which every rank must hold, or must have drawn, the same tensor."""
+    """Return the axes of `mesh` along which all ranks must have, or must have drawn, the same tensor."""
     if entry.fingerprint is not None or not isinstance(entry.tensor, DTensor):
         return list(range(mesh.ndim))
     placements = dict(zip(_axis_names(entry.tensor.device_mesh), entry.tensor.placements, strict=True))

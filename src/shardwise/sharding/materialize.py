@@ -1,4 +1,4 @@
-"""materialize(): from meta to the device, every module initialized once, independent of the number of ranks."""
+"""materialize(): allocate and initialize meta tensors, independently of the number of ranks."""
 
 import inspect
 import sys
@@ -26,27 +26,27 @@ from shardwise.sharding.inventory import TensorEntry, class_name, is_poisoned, m
 from shardwise.sharding.registry import sharded_state
 from shardwise.sharding.repointing import watch_optimizers
 
-Initialiser = Callable[[], object]
+Initializer = Callable[[], object]
 
 _RESETS = ("_reset_parameters", "reset_parameters")
-# What modules call the method that computes their tables (rotary embeddings, masks) again.
+# Names of methods that recompute a module's tables (rotary embeddings, masks).
 _BUFFER_METHODS = ("reset_buffers", "init_buffers", "_init_buffers", "rope_init")
 
 
-def initialisers_of(
+def initializers_of(
     module: nn.Module, owner: nn.Module | None, init: Callable[[nn.Module], object] | None
-) -> list[Initialiser]:
-    """What to run on a module, weakest first, as building the model for real would have run it.
+) -> list[Initializer]:
+    """Return the initializers of a module; later ones override earlier ones, as when the model is built without meta.
 
-    Building runs a module's own `reset_parameters`; a framework then applies the model's `_init_weights`;
-    a user's `model.apply(init)` comes last.
+    The constructor runs the module's own `reset_parameters`; then a framework applies the model's `_init_weights`;
+    the user's `model.apply(init)` comes last.
 
     Args:
-        module: Holds its own parameters in full.
-        owner: The nearest module, itself or above, whose `_init_weights(module)` serves it, as in transformers.
+        module: Module with its own parameters registered in full.
+        owner: The nearest module at or above it with `_init_weights(module)`, as in transformers.
         init: The user's function of a module, if any.
     """
-    found: list[Initialiser] = []
+    found: list[Initializer] = []
     if hasattr(module, "config"):
         found.append(lambda: _write_configured(module))
     for name in _BUFFER_METHODS:
@@ -64,12 +64,12 @@ def initialisers_of(
     return found
 
 
-def _resets_of(module: nn.Module) -> list[Initialiser]:
+def _resets_of(module: nn.Module) -> list[Initializer]:
     return [getattr(module, name) for name in _RESETS if _takes(getattr(module, name, None), 0)]
 
 
 def _write_configured(module: Any) -> None:
-    """Write what transformers computes in `__init__` from the config but not in `_init_weights`."""
+    """Write values that transformers computes from the config in `__init__`, but not in `_init_weights`."""
     for name, parameter in module.named_parameters(recurse=False):
         value = getattr(module.config, f"{name}_init_value", None)  # CLIP's logit_scale
         if isinstance(value, int | float):
@@ -82,7 +82,7 @@ def _write_configured(module: Any) -> None:
 
 
 def _reset_parametrized(module: Any) -> None:
-    """Reset tensors as they were before parametrisation (weight_norm), then write what they are made of."""
+    """Reset the tensors of a parametrization such as weight_norm, then write their original parameters."""
     first = next(iter(module.parametrizations))
     lineage = type(module).__mro__
     made = next(index for index, kind in enumerate(lineage) if isinstance(vars(kind).get(first), property))
@@ -107,20 +107,20 @@ def _reset_parametrized(module: Any) -> None:
 
 
 def _takes(function: object, num_args: int) -> bool:
-    """Whether it can be called with exactly that many positional arguments and needs no more."""
+    """Whether a function can be called with this number of positional arguments only."""
     if not callable(function):
         return False
     try:
         signature = inspect.signature(function)
         signature.bind(*[None] * num_args)
-    except (TypeError, ValueError):  # it needs others, or is a builtin without a signature
+    except (TypeError, ValueError):  # it requires others, or is a builtin without a signature
         return False
     parameters = signature.parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     return len(required) == num_args
 
 
-# Attributes whose value is a tensor made of the parameter's values; all others are metadata.
+# Attributes that return the parameter's values; all others are metadata.
 _VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _METADATA_METHODS = {
     "dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "is_floating_point",
@@ -128,8 +128,8 @@ _METADATA_METHODS = {
     "storage_offset", "get_device", "requires_grad_", "is_pinned", "__hash__", "__len__",
     "__repr__", "__format__", "register_hook",
 }  # fmt: skip
-# Overwrites all of its first argument: it is not gathered first. An initialiser that fails on one rank before it
-# comes here must not leave the others in a collective.
+# These overwrite all of their first argument, so it is not gathered first. If an initializer fails before on one
+# rank, the others then do not wait in a collective.
 _OVERWRITING = {
     "normal_", "uniform_", "constant_", "zeros_", "ones_", "eye_", "dirac_", "orthogonal_", "sparse_",
     "zero_", "fill_", "copy_",
@@ -139,17 +139,17 @@ _OVERWRITING = {
 
 
 class FullOnDemand(TorchFunctionMode):
-    """Hands torch functions a whole plain tensor wherever they are given one of `entries`.
+    """Passes full plain tensors to torch functions instead of tensors of `entries`.
 
-    So a parent's initialiser (MultiheadAttention's, a model's `_init_weights` on itself) sees its
-    descendants as in a single process, draws the same numbers on any number of ranks, and costs one whole
-    tensor at a time.
+    An initializer of a parent (MultiheadAttention's, a model's `_init_weights` on itself) then sees its
+    descendants as in a single process, draws the same numbers on any number of ranks, and needs memory for
+    one full tensor at a time.
 
     Args:
         entries: All tensors of the model.
-        keep: What to do with a whole tensor that may have been written; not called for protected ones.
-        is_protected: Writes to such an entry are dropped.
-        device: Where whole tensors are made.
+        keep: Called with each full tensor that may have been written, except for protected entries.
+        is_protected: Whether writes to an entry are dropped.
+        device: Device of full tensors.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class FullOnDemand(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func` with whole tensors in place of sharded ones."""
+        """Call `func` with full tensors instead of sharded ones."""
         kwargs = kwargs or {}
         if _is_about_metadata(func):
             return func(*args, **kwargs)
@@ -179,7 +179,7 @@ class FullOnDemand(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def close(self) -> None:
-        """Keep what was written and let the whole tensors go.
+        """Keep written values and free the full tensors.
 
         Ranks:
             Local, unless `keep` communicates.
@@ -203,9 +203,9 @@ class FullOnDemand(TorchFunctionMode):
         return self._open[entry]
 
     def _close_unused(self, used: list[TensorEntry]) -> None:
-        """Let go of whole tensors that nobody can write to any more, so that only a few exist at a time."""
+        """Free full tensors without other references, so that only a few exist at a time."""
         for entry in [entry for entry in self._open if entry not in used]:
-            # Two references are ours: the dict's and the one of the call.
+            # Two references are ours: the dict's and the call's.
             if not compat.is_aliased(self._open[entry]) and sys.getrefcount(self._open[entry]) <= 2:
                 self._close(entry)
 
@@ -226,7 +226,7 @@ def refuse_unwritten(model: nn.Module, entries: Sequence[TensorEntry], mesh: Dev
     """Raise if any rank finds poison in its part of a tensor, or a tensor still on meta.
 
     Raises:
-        ShardError: The same on every rank, naming all such tensors.
+        ShardError: Names all such tensors; the same error on every rank.
 
     Ranks:
         Collective.
@@ -259,27 +259,27 @@ def materialize(
 ) -> M:
     """Allocate and initialize every tensor on the meta device; return the model.
 
-    Module by module, children first, a module's own parameters stand in full while its initialisers run;
-    then each rank keeps its part. All ranks draw the same numbers, from a seed that rank 0 draws, so the
-    weights do not depend on the number of ranks. What runs on a module, the later overriding the earlier:
-    its own `reset_parameters` (or `_reset_parameters`, `reset_buffers` and their like),
-    `_init_weights(module)` of the nearest module above that has one, and `init(module)`. The outcome is
-    that of building the model for real and then `model.apply(init)`. Tensors that have values already are
-    never changed. Each of the others is proven written: it is poisoned first.
+    Modules are initialized one by one, children first. Their initializers see full parameters; then each rank
+    keeps its shard. All ranks draw the same numbers, from a seed of rank 0, so that the weights do not depend
+    on the number of ranks. The initializers of a module, where later ones override earlier ones, are its own
+    `reset_parameters` (or `_reset_parameters`, `reset_buffers` and similar), `_init_weights(module)` of the
+    nearest module above with this method, and `init(module)`. The result equals building the model without the
+    meta device and then calling `model.apply(init)`. Tensors that already have values do not change. All others
+    are filled with NaN or another pattern first, to verify that they are written.
 
     Args:
-        model: Sharded or not, on meta as a whole or in part.
-        init: Called with each module that holds tensors without values, itself or further down. It may write
+        model: Sharded or unsharded model, entirely or partly on the meta device.
+        init: Called with each module that has tensors without values, in itself or in descendants. It may write
             parameters of descendants: `lambda module: module.init_weights() if module is model else None`
-            serves a model that initialises itself from the top. What it touches must not depend on the rank.
-        device: Of buffers and of parameters that are not sharded; default: where the model computes.
-        sync_from_rank_zero: Send rank 0's values to all: those that `init` wrote, and those that an unsharded
-            model held before. Shards that had values are sent between replicas only: rank 0 holds no more
-            than its own part of them.
+            is for a model that initializes itself from the root. It must use the same tensors on every rank.
+        device: Device of buffers and unsharded parameters; by default the compute device of the model.
+        sync_from_rank_zero: Broadcast rank 0's values: those written by `init`, and existing values of an
+            unsharded model. Existing shards are only broadcast between replicas, because rank 0 has only its
+            own shards.
 
     Raises:
-        ShardError: A tensor was not written, is still on meta, or differs between ranks that hold copies; or
-            an initialiser failed.
+        ShardError: A tensor was not written, is still on meta, or differs between ranks with copies, or an
+            initializer failed.
 
     Ranks:
         Collective. Every rank raises the same error.
@@ -292,10 +292,10 @@ def materialize(
     if any(entry.pending for entry in entries):
         target = _device(entries, device, mesh)
         _allocate(model, [entry for entry in entries if entry.pending], target)
-        walk = _Initialisation(entries, target, mesh if sync_from_rank_zero else None)
-        # Every rank draws a seed, so that streams that were in step stay in step; all take that of the first.
+        walk = _Initialization(entries, target, mesh if sync_from_rank_zero else None)
+        # Every rank draws a seed, so that equal random states stay equal; all use the first rank's.
         seed = gather_over_mesh(mesh, int(torch.randint(2**62, (), device="cpu")))[0]
-        # Tables are computed on the CPU, as when a model is built for real, even under torch.device("meta").
+        # Tables are computed on the CPU, as when a model is built without meta, even under torch.device("meta").
         with kept_random_state(target), torch.no_grad(), torch.device("cpu"):
             seed_everything(seed)
             walk.visit(model, "", None, init)
@@ -313,7 +313,7 @@ def materialize(
 
 
 def allocate(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
-    """Give storage without values to those of the model's `tensors` that stand on meta: the caller writes them all."""
+    """Allocate those of the model's `tensors` that are on meta; the caller must write all of them."""
     wanted = {id(tensor) for tensor in tensors}
     entries = take_inventory(model)
     pending = [entry for entry in entries if entry.pending and id(entry.tensor) in wanted]
@@ -330,7 +330,7 @@ def _allocate(model: nn.Module, pending: Sequence[TensorEntry], device: torch.de
         watch_optimizers(model, dict.fromkeys(replaced))
 
 
-class _Initialisation:
+class _Initialization:
     """One pass over the modules, children first."""
 
     def __init__(self, entries: Sequence[TensorEntry], device: torch.device, mesh_to_sync: DeviceMesh | None) -> None:
@@ -351,7 +351,7 @@ class _Initialisation:
         owner: nn.Module | None,
         init: Callable[[nn.Module], object] | None,
     ) -> bool:
-        """Initialise `module` after its children; whether anything was owed in its tree."""
+        """Initialize `module` after its children; return whether its tree had uninitialized tensors."""
         if module in self._seen:
             return False
         self._seen.add(module)
@@ -362,10 +362,10 @@ class _Initialisation:
         own = [entry for entry in self._own.get(module, []) if entry.pending]
         if not own and not any(children):
             return False
-        error = self._initialise(module, own, initialisers_of(module, owner, init), is_leaf=not any(children))
+        error = self._initialize(module, own, initializers_of(module, owner, init), is_leaf=not any(children))
         if error is not None and self.failure is None:
             self.failure = ShardError(
-                f"an initialiser of {class_name(module)} failed: {type(error).__name__}: {error}",
+                f"an initializer of {class_name(module)} failed: {type(error).__name__}: {error}",
                 where=path or "the root module",
                 why="it runs with the module's own parameters unsharded and uninitialized",
                 fix="correct its reset_parameters() or _init_weights(), or pass an init(module) that writes it",
@@ -373,60 +373,60 @@ class _Initialisation:
             self.failure.__cause__ = error
         return True
 
-    def _initialise(
-        self, module: nn.Module, own: list[TensorEntry], initialisers: list[Initialiser], *, is_leaf: bool
+    def _initialize(
+        self, module: nn.Module, own: list[TensorEntry], initializers: list[Initializer], *, is_leaf: bool
     ) -> Exception | None:
-        """Run the initialisers and keep what they wrote; return the error where one failed.
+        """Run the initializers and keep the values written; return the error if one failed.
 
-        Other ranks may be well, so this one continues with the walk; all of them raise at its end.
+        This rank continues with other modules, because other ranks may have no error; all ranks raise at the end.
         """
         error = None
-        # A tied tensor belongs to the first module that writes it; later ones must not draw it again.
+        # The first module that writes a tied tensor owns it; later ones must not draw it again.
         done = {entry for entry in own if entry.written}
-        owed = {entry: next(p for p in entry.places if p.module is module) for entry in own if entry not in done}
+        unwritten = {entry: next(p for p in entry.places if p.module is module) for entry in own if entry not in done}
         self._locked |= done
         with ExitStack() as stack:
-            for entry in owed:
+            for entry in unwritten:
                 if isinstance(entry.tensor, DTensor):
                     stack.enter_context(entry.with_full_tensor(self._device))
             try:
                 with self._on_demand:
-                    # Only a leaf's: a module with children may be there to write those.
-                    _run(initialisers, (lambda: all(map(_is_written, owed.values()))) if is_leaf else None)
+                    # Skip initializers for leaves only: those of a module with children may write the children.
+                    _run(initializers, (lambda: all(map(_is_written, unwritten.values()))) if is_leaf else None)
             except Exception as caught:
                 error = caught
             self._on_demand.close()
-            for entry, place in owed.items():
+            for entry, place in unwritten.items():
                 self._keep(entry, place.get())
         self._locked -= done
         return error
 
     def _keep(self, entry: TensorEntry, full: torch.Tensor | None) -> None:
-        """Store this rank's part of what now stands in an entry's place."""
+        """Store this rank's part of the tensor registered for an entry."""
         if full is None or full.is_meta:
             return
         if self._mesh_to_sync is not None:
             inventory.broadcast_from_first(full, self._mesh_to_sync, range(self._mesh_to_sync.ndim))
         is_sharded = isinstance(entry.tensor, DTensor)
         if not is_sharded and full.shape != entry.tensor.shape:
-            entry.set_tensor(full.to(self._device))  # a table that was rebuilt in another size
+            entry.set_tensor(full.to(self._device))  # a table recomputed with another size
         elif full is not entry.tensor:
             entry.store(full)
         entry.written = not is_poisoned(full)
         entry.fingerprint = inventory.fingerprint(full) if is_sharded else None
 
 
-def _run(initialisers: list[Initialiser], is_done: Callable[[], bool] | None) -> None:
-    """Run them weakest first; where `is_done` can tell, skip weaker ones that would be overwritten anyhow."""
+def _run(initializers: list[Initializer], is_done: Callable[[], bool] | None) -> None:
+    """Run initializers in order; with `is_done`, skip earlier ones that would be overwritten."""
     first = 0
     if is_done is not None:
-        for first in reversed(range(len(initialisers))):
-            initialisers[first]()
+        for first in reversed(range(len(initializers))):
+            initializers[first]()
             if is_done():
                 break
         first += 1
-    for initialiser in initialisers[first:]:
-        initialiser()
+    for initializer in initializers[first:]:
+        initializer()
 
 
 def _is_written(place: inventory.Place) -> bool:
@@ -435,12 +435,12 @@ def _is_written(place: inventory.Place) -> bool:
 
 
 def mesh_of(model: nn.Module, entries: Sequence[TensorEntry]) -> DeviceMesh | None:
-    """The ranks that hold this model between them; None in a single process without a process group."""
+    """Return the mesh of this model; None in a single process without a process group."""
     state = sharded_state(model)
     mesh = widest_mesh((entry.tensor for entry in entries), None if state is None else state.mesh)
     if mesh is None:
         return default_mesh() if dist.is_initialized() else None
-    # Ranks along a tensor axis hold the same plain tensors and must draw the same numbers; stages of a pipeline do not.
+    # Ranks of a tensor axis have the same plain tensors and must draw the same numbers, unlike pipeline stages.
     latest = latest_mesh()
     if latest is None or not set(mesh.mesh_dim_names or "?") < set(latest.mesh_dim_names or ()):
         return mesh
@@ -448,7 +448,7 @@ def mesh_of(model: nn.Module, entries: Sequence[TensorEntry]) -> DeviceMesh | No
 
 
 def _device(entries: Sequence[TensorEntry], device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
-    """Where the model computes, which is where whole tensors are made."""
+    """Return the compute device of the model, which is also the device of full tensors."""
     if device is not None:
         return torch.device(device)
     for entry in entries:

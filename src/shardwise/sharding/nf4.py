@@ -1,4 +1,4 @@
-"""NF4: a frozen matrix in 4 bits an element, as QLoRA keeps its base. Sharded and all-gathered in those bits."""
+"""NF4: frozen matrices with 4 bits per element, as in QLoRA, sharded and all-gathered in this form."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardwise.errors import ShardError
 from shardwise.models.nested_tensors import change_tensors
 
 BLOCK = 64
-"""Elements of a row that share a scale."""
-_MAX_ELEMENTS = 1 << 24  # quantised at a time: the work on each takes some 20 bytes
-# The quantiles of a normal distribution that QLoRA quantises to (Dettmers et al. 2023, appendix E).
+"""Number of elements of a row that share a scale."""
+_MAX_ELEMENTS = 1 << 24  # quantized at once: each needs about 20 bytes of temporary memory
+# Quantiles of a normal distribution that QLoRA quantizes to (Dettmers et al. 2023, appendix E).
 _LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -26,15 +26,15 @@ _LEVELS = (
 
 
 class NF4Tensor(torch.Tensor):
-    """A matrix of `dtype` whose elements are stored in 4 bits, with a scale in `dtype` for each 64 in a row.
+    """A matrix of `dtype` with 4 bits per element, and a scale in `dtype` for every 64 elements of a row.
 
-    It takes part in operators with its values; what is written into it is quantised. Rows are quantised one by one, so
-    that a slice of rows has the bits that it has in the whole matrix. The values quantise to the same bits again.
+    Operators use its dequantized values; written values are quantized. Rows are quantized independently, so that a
+    slice of rows has the same bits as in the full matrix. Quantizing the values again gives the same bits.
 
     Args:
-        codes: Two elements a byte, the first in the high bits; (rows, columns / 2).
-        scales: (rows, columns / 64); their dtype is that of the values.
-        shape: Of the values, if not (rows, columns).
+        codes: Two elements per byte, the first in the high bits; (rows, columns / 2).
+        scales: (rows, columns / 64), in the dtype of the values.
+        shape: Shape of the values, if not (rows, columns).
     """
 
     codes: Tensor
@@ -42,7 +42,7 @@ class NF4Tensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, shape: tuple[int, ...] | None = None) -> NF4Tensor:
-        """The wrapper; its inner tensors hold the memory."""
+        """Create the wrapper of the inner tensors."""
         shape = (codes.shape[0], codes.shape[1] * 2) if shape is None else shape
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=scales.dtype, device=codes.device)  # fmt: skip
 
@@ -50,14 +50,14 @@ class NF4Tensor(torch.Tensor):
         self.codes, self.scales = codes, scales
 
     def dequantize(self) -> Tensor:
-        """The values as a plain tensor."""
+        """Return the values as a plain tensor."""
         return _values(self.codes, self.scales, self.dtype).view(self.shape)
 
     def requires_grad_(self, mode: bool = True) -> NF4Tensor:
-        """Stay frozen.
+        """Accept False only: the matrix is frozen.
 
         Raises:
-            ShardError: It requires gradients.
+            ShardError: `mode` is True.
         """
         if mode:
             raise ShardError(
@@ -96,20 +96,20 @@ class NF4Tensor(torch.Tensor):
         result = func(*plain_args, **plain_kwargs)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
-                _write(value, dense[id(value)])  # `normal_` and its like: what they wrote is quantised
+                _write(value, dense[id(value)])  # quantize values written by `normal_` and similar operators
                 return value
         return result
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, Tensor], None]:
-        """What FSDP2 all-gathers: 4.5 bits an element, with float32 scales."""
+        """Return the tensors that FSDP2 all-gathers: 4.5 bits per element with float32 scales."""
         return (self.codes, self.scales), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor]] | None:
-        """The unsharded parameter: a plain tensor of `param_dtype`, which lives as long as the group is unsharded."""
+        """Return the unsharded parameter: a plain tensor of `param_dtype`, freed when the group is resharded."""
         codes, scales = outputs
         if out is None:
             values = _values(codes, scales, param_dtype)
@@ -120,10 +120,10 @@ class NF4Tensor(torch.Tensor):
 
 
 def quantize_nf4(values: Tensor) -> NF4Tensor:
-    """Quantise a matrix.
+    """Quantize a matrix.
 
     Args:
-        values: (rows, columns), columns a multiple of 64; on any device, meta too.
+        values: (rows, columns), columns a multiple of 64; on any device, including meta.
     """
     rows, columns = values.shape
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=values.device)
@@ -135,7 +135,7 @@ def quantize_nf4(values: Tensor) -> NF4Tensor:
 
 
 def why_not_nf4(values: Tensor) -> str:
-    """Why a weight cannot be stored in NF4; empty if it can."""
+    """Return why a weight cannot be stored in NF4; empty if it can."""
     if values.ndim != 2 or not values.is_floating_point():
         return "not a matrix of floating-point numbers"
     return f"{values.shape[1]} columns are not a multiple of {BLOCK}" if values.shape[1] % BLOCK else ""
@@ -143,14 +143,14 @@ def why_not_nf4(values: Tensor) -> str:
 
 @torch.no_grad()
 def _write(target: NF4Tensor, values: Tensor) -> None:
-    """Quantise `values` into the memory of `target`."""
+    """Quantize `values` into the memory of `target`."""
     rows, columns = target.codes.shape[0], target.codes.shape[1] * 2
     values = values.detach().reshape(rows, columns)
     count = max(_MAX_ELEMENTS // max(columns, 1), 1)
     for start in range(0, rows, count):
         part = slice(start, start + count)
         blocks = values[part].to(target.device, torch.float32).unflatten(1, (-1, BLOCK))
-        # Rounded to what is stored before it divides: the values then quantise to the same bits again.
+        # Divide by the scale as stored, after rounding: the values then quantize to the same bits again.
         scales = blocks.abs().amax(dim=2).to(target.dtype)
         divisors = torch.where(scales == 0, 1, scales).unsqueeze(2)
         codes = torch.bucketize(blocks / divisors, _midpoints(target.device), out_int32=True).to(torch.uint8)
@@ -160,7 +160,7 @@ def _write(target: NF4Tensor, values: Tensor) -> None:
 
 
 def _values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Two levels for each byte from a table, then the scales; (rows, columns)."""
+    """Look up two levels per byte in a table and apply the scales; (rows, columns)."""
     pairs = torch.embedding(_pairs(codes.device, dtype), codes.int())
     scaled = pairs.view(*scales.shape, BLOCK).mul_(scales.to(dtype).unsqueeze(-1))
     return scaled.view(codes.shape[0], codes.shape[1] * 2)
@@ -168,7 +168,7 @@ def _values(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The two levels that each of the 256 bytes stands for."""
+    """Return the two levels of each of the 256 byte values."""
     levels = torch.tensor(_LEVELS, dtype=dtype, device=device)
     return torch.cartesian_prod(levels, levels)
 
@@ -180,7 +180,7 @@ def _midpoints(device: torch.device) -> Tensor:
 
 
 def _on_inner(func: Any, tensor: NF4Tensor, *args: Any, **kwargs: Any) -> NF4Tensor:
-    """Operators that concern the memory, not the values."""
+    """Apply operators on memory, not values."""
     return NF4Tensor(func(tensor.codes, *args, **kwargs), func(tensor.scales, *args, **kwargs), tuple(tensor.shape))
 
 
@@ -198,7 +198,7 @@ def _split(func: Any, tensor: NF4Tensor, sizes: Any, dim: int = 0) -> list[Tenso
 
 
 def _new(func: Any, tensor: NF4Tensor, size: list[int], **options: Any) -> Tensor:
-    """A matrix with as many columns is one of this kind, as FSDP2 makes them for its shards; others are plain."""
+    """Create an NF4 matrix for the same number of columns, as for FSDP2's shards; other tensors are plain."""
     columns = tensor.codes.shape[1] * 2
     if len(size) != 2 or size[1] != columns or options.get("dtype") not in (None, tensor.dtype):
         return func(tensor.scales, size, **options)
@@ -208,7 +208,7 @@ def _new(func: Any, tensor: NF4Tensor, size: list[int], **options: Any) -> Tenso
 
 
 def _view(func: Any, tensor: NF4Tensor, size: list[int], *args: Any, **kwargs: Any) -> Tensor:
-    """Flat, as FSDP2 keeps its shards, or with the same rows again; anything else is a view of the values."""
+    """View as flat, as FSDP2 stores its shards, or with the same rows; other views are views of the values."""
     rows, columns = tensor.codes.shape[0], tensor.codes.shape[1] * 2
     if list(size) in ([-1], [rows * columns], [rows, columns]):
         return NF4Tensor(tensor.codes, tensor.scales, (rows, columns) if len(size) == 2 else (rows * columns,))

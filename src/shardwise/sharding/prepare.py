@@ -1,4 +1,4 @@
-"""prepare_fully_shard(): Composer's one call, on any config its users have."""
+"""prepare_fully_shard(): the equivalent of Composer's function, for any of its configs."""
 
 import math
 import warnings
@@ -39,12 +39,12 @@ _AXES = ("replicate", "shard")
 
 
 def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict[str, Any]] | None:
-    """The modules that the model wants to be groups, with their own settings, in the model's order.
+    """Return the modules that the model selects as groups, with their settings, in the model's order.
 
-    `_fsdp_wrap` of a module comes first, then `fsdp_wrap_fn` of the nearest module above it that has one.
+    `_fsdp_wrap` of a module takes precedence over `fsdp_wrap_fn` of the nearest module above it.
 
     Returns:
-        Name to fields of `GroupOverride`, of the root as `(root)`; None when the model says nothing.
+        Fields of `GroupOverride` by name, `(root)` for the root; None if the model selects no groups.
     """
     chosen: dict[str, dict[str, Any]] = {}
     answers, has_opinion = _answers(model, "_fsdp_wrap", "fsdp_wrap_fn")
@@ -61,13 +61,13 @@ def chosen_modules(model: nn.Module, translation: Translation) -> dict[str, dict
 
 
 def recomputed_modules(model: nn.Module, plan: Plan, translation: Translation) -> dict[str, nn.Module]:
-    """The modules whose activations are recomputed in backward or offloaded, by name.
+    """Return the modules with recomputed or offloaded activations, by name.
 
-    The outermost that the model chooses by `_activation_checkpointing` and `activation_checkpointing_fn`; the blocks
-    of the plan where it has neither.
+    These are the outermost modules that the model selects by `_activation_checkpointing` and
+    `activation_checkpointing_fn`, or the blocks of the plan if it has neither.
 
     Raises:
-        ShardError: The model chooses none and the plan has no blocks.
+        ShardError: The model selects none, and the plan has no blocks.
     """
     asked = {
         "activation_checkpointing": translation.recompute,
@@ -89,7 +89,7 @@ def recomputed_modules(model: nn.Module, plan: Plan, translation: Translation) -
 
 
 def _answers(model: nn.Module, mark_name: str, function_name: str) -> tuple[dict[str, Any], bool]:
-    """What the model says about each module, by name, and whether it chooses any."""
+    """Return the model's setting of each module by name, and whether the model has such settings."""
     asked: dict[str, Callable[[nn.Module], Any]] = {}
     answers: dict[str, Any] = {}
     has_opinion = False
@@ -106,7 +106,7 @@ def _answers(model: nn.Module, mark_name: str, function_name: str) -> tuple[dict
 
 
 def drop_ignored(chosen: dict[str, dict[str, Any]], patterns: tuple[str, ...]) -> None:
-    """Take out the modules that are ignored or lie inside an ignored one: they hold nothing to group."""
+    """Remove ignored modules and modules inside them, which have no parameters to group."""
     ignored = [name_matcher(pattern) for pattern in patterns]
     for name in list(chosen):
         if any(fits(outer) for outer in (name, *enclosing(name)) for fits in ignored):
@@ -114,12 +114,12 @@ def drop_ignored(chosen: dict[str, dict[str, Any]], patterns: tuple[str, ...]) -
 
 
 def _nearest(name: str, asked: dict[str, Any]) -> str:
-    """The longest proper prefix of `name` among the names of those that can be asked."""
+    """Return the longest proper prefix of `name` among the names in `asked`."""
     return next((outer for outer in enclosing(name) if outer in asked), "")
 
 
 def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """The settings a module asks for, as fields of `GroupOverride`."""
+    """Return the settings of a module as fields of `GroupOverride`."""
     fields: dict[str, Any] = {}
     for key, value in answer.items():
         where = f"fsdp_wrap_fn({name}).{key}"
@@ -143,7 +143,7 @@ def _read_wrap_value(translation: Translation, name: str, answer: dict[str, Any]
 
 
 def join_ties(model: nn.Module, chosen: dict[str, dict[str, Any]], translation: Translation) -> None:
-    """Leave a tied tensor to the group around: of `chosen`, take out those that hold it with others."""
+    """Remove modules of `chosen` that share a tied tensor, so that it belongs to the group around them."""
     tied = [tensor.names for tensor in find_tensors(model) if len(tensor.names) > 1]
     for names in tied:
         while len(homes := {_nearest(name, chosen) for name in names} - {""}) > 1:
@@ -154,11 +154,11 @@ def join_ties(model: nn.Module, chosen: dict[str, dict[str, Any]], translation: 
 
 
 def overrides_of(chosen: dict[str, dict[str, Any]], base: dict[str, Any]) -> tuple[GroupOverride, ...]:
-    """Overrides that give each module its own settings, and those inside it the config's again.
+    """Return overrides with the settings of each module, and the config's settings for modules inside it.
 
     Args:
         chosen: From `chosen_modules`, outer modules first.
-        base: What the config asks for, by field of `GroupOverride`.
+        base: Settings of the config, as fields of `GroupOverride`.
     """
     overrides: list[GroupOverride] = []
     touched: dict[str, set[str]] = {}
@@ -179,22 +179,22 @@ def prepare_fully_shard(
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     config: Any = None,
 ) -> M:
-    """Shard `model` in place, point its optimizers at the shards, and return it.
+    """Shard `model` in place, repoint its optimizers to the shards, and return the model.
 
-    Groups come from the config where it names them, else from the model's `fsdp_wrap_fn` and `_fsdp_wrap`,
-    else from its structure. What became of each setting stands in the plan, `sharded_state(model).plan`.
+    Groups come from the config if it names them, else from the model's `fsdp_wrap_fn` and `_fsdp_wrap`,
+    else from its structure. The plan, `sharded_state(model).plan`, reports the effect of each setting.
 
     Args:
-        model: On meta, or initialised alike on every rank (with `sync_module_states` on rank 0 only).
-        optimizer: One, several or none; built on the model before this call.
+        model: On meta, or initialized identically on every rank (with `sync_module_states` on rank 0 only).
+        optimizer: Optimizer, optimizers or None; created before this call.
         config: A `ShardConfig`; a dictionary of its fields, of FSDP1's arguments (`sharding_strategy`,
             `mixed_precision`, `cpu_offload`, ...) and of Composer's; Composer's `FSDPConfig`, `FSDP2Config` or
             `ParallelismConfig`; or a run file of Composer's, as a dictionary or the path of its YAML.
 
     Raises:
-        ConfigError: With every setting that cannot be carried out, each with what to do instead.
+        ConfigError: Settings are not supported; lists all of them, each with an alternative.
         PlanError: The model cannot be sharded as asked; nothing has been changed.
-        ShardError: Ranks hold different plans or weights, or an optimizer belongs to another model.
+        ShardError: Ranks have different plans or weights, or an optimizer belongs to another model.
 
     Ranks:
         Collective. Call on every rank.
@@ -205,7 +205,7 @@ def prepare_fully_shard(
     translation.raise_problems()
     plan = run_on_all(lambda: make_plan(model, shard_config, mesh=mesh), mesh)
     recomputed = recomputed_modules(model, plan, translation)
-    # What became of each setting, in one order on all ranks.
+    # Notes about settings, in the same order on all ranks.
     reasons = (translation.precision_reason or plan.reasons[0], *plan.reasons[1:], *sorted(translation.notes))
     plan = replace(plan, reasons=reasons, warnings=(*plan.warnings, *sorted(translation.warnings)))
     for text in translation.warnings:
@@ -239,7 +239,7 @@ def _read(config: Any, model: nn.Module) -> Translation:
 
 
 def _find_mesh(translation: Translation) -> DeviceMesh:
-    """The mesh that was given, or one of the given degrees and strategy, or the run's."""
+    """Return the given mesh, a mesh of the given degrees and strategy, or the run's mesh."""
     strategy, given = translation.strategy, translation.mesh
     if given is None:
         mesh = _mesh_of_degrees(translation, default_mesh())
@@ -275,7 +275,7 @@ def _find_mesh(translation: Translation) -> DeviceMesh:
 
 
 def _mesh_of_degrees(translation: Translation, run_mesh: DeviceMesh) -> DeviceMesh:
-    """The run's mesh, unless the degrees or the strategy ask for another."""
+    """Return the run's mesh, unless the degrees or the strategy require another."""
     strategy, (replicate, shard) = translation.strategy, map(translation.degrees.get, _AXES)
     degrees = {axis: size for axis, size in translation.degrees.items() if size > 1 and axis not in _AXES}
     is_met = all(axis_sizes(run_mesh).get(axis, 1) == size for axis, size in degrees.items())
@@ -301,7 +301,7 @@ def _mesh_of_degrees(translation: Translation, run_mesh: DeviceMesh) -> DeviceMe
 
 
 def _complete(translation: Translation, model: nn.Module, mesh: DeviceMesh) -> ShardConfig:
-    """The `ShardConfig` that the settings, the model's own wishes and the device amount to."""
+    """Return the `ShardConfig` of the settings, the model's own settings and the device."""
     storage = sorted({dtype_name(p.dtype) for p in model.parameters() if p.is_floating_point()})
     compute = choose_compute(PrecisionConfig(), mesh.device_type, device_capability(), storage).dtype
     resolve_named(translation, compute)
@@ -321,7 +321,7 @@ def _complete(translation: Translation, model: nn.Module, mesh: DeviceMesh) -> S
 
 
 def _chosen(translation: Translation, model: nn.Module, config: ShardConfig) -> dict[str, dict[str, Any]] | None:
-    """Modules to be groups, with settings of their own; None leaves it to the config."""
+    """Return the modules to shard as groups, with their settings; None to use the config."""
     if translation.only_children:
         if is_explicit(config):
             translation.problem("auto_wrap", "False contradicts the groups that the config names", "give one of them")
@@ -337,7 +337,7 @@ def _chosen(translation: Translation, model: nn.Module, config: ShardConfig) -> 
 
 
 def _base(config: ShardConfig, compute: str | None) -> dict[str, Any]:
-    """What a group without settings of its own has, by field of `GroupOverride`."""
+    """Return the settings of a group without its own settings, as fields of `GroupOverride`."""
     param, reduce = config.precision.param_dtype, config.precision.reduce_dtype
     return {
         "param_dtype": (compute or "storage") if param == "auto" else param,
@@ -351,7 +351,7 @@ def _base(config: ShardConfig, compute: str | None) -> dict[str, Any]:
 
 
 def _sync_from_rank_zero(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers; ranks that hold none yet (meta) get storage first."""
+    """Broadcast rank 0's parameters and buffers; allocate those on meta first."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
     of_ranks = gather_objects(missing)
@@ -363,7 +363,7 @@ def _sync_from_rank_zero(model: nn.Module) -> None:
             fix="initialise it on rank 0, or leave it on meta on all ranks and materialize(model) later",
         )
     if of_ranks[0]:
-        return  # on meta everywhere: there is nothing to send yet
+        return  # on meta on all ranks: no values to broadcast
     for name in missing:
         tensor = tensors[name]
         compat.replace_in_place(tensor, torch.empty_like(tensor, device="cpu"))

@@ -1,4 +1,4 @@
-"""What is known of a sharded model: its plan and state, and how it recovers from an interrupted step."""
+"""Records of sharded models: plan, mesh, and recovery from an interrupted step."""
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -19,49 +19,49 @@ from shardwise.sharding.inventory import local_tensor
 
 @dataclass(frozen=True, slots=True)
 class PipelineRanks:
-    """The ranks that hold the other stages of a model."""
+    """Parameters that other stages of a pipeline have."""
 
     group: dist.ProcessGroup
     counted_elsewhere: frozenset[str]
-    """Parameters that an earlier stage holds too: norms of all stages count them there."""
+    """Parameters that an earlier stage also has, and counts in norms over all stages."""
     elsewhere: frozenset[str]
-    """Parameters and buffers of the whole model that only other ranks hold."""
+    """Parameters and buffers of the full model that only other ranks have."""
 
 
 @dataclass(slots=True)
 class ShardedState:
-    """The plan a model was sharded by, and where."""
+    """Plan, mesh and pipeline of a sharded model."""
 
     plan: Plan
     mesh: DeviceMesh
-    """Of all ranks that share the model."""
+    """Mesh of all ranks of the model."""
     pipeline: PipelineRanks | None = None
-    """Where the model is a stage of a pipeline."""
+    """Set if the model is a pipeline stage."""
 
 
-_ROOTS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in the order in which they were sharded
-# In the module's own dict, not in a table here: the state refers to the model, and a table would keep both.
+_ROOTS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in sharding order
+# In the module's own dict, not in a global table: the state refers to the model, and a table would keep both alive.
 _ATTRIBUTE = "_shardwise_state"
-_NOTES = "_shardwise_notes"  # functions that drop what we noted of a step that failed
+_NOTES = "_shardwise_notes"  # functions that drop the records of a failed step
 
 
 def remember(model: nn.Module, state: ShardedState, *, is_root: bool = True) -> None:
-    """Record what is known of a sharded model; modules of several roots are the root of none."""
+    """Record the state of a sharded model; `is_root` is False for a module that contains several roots."""
     model.__dict__[_ATTRIBUTE] = state
     if is_root:
         _ROOTS[model] = None
 
 
 def sharded_state(model: nn.Module) -> ShardedState | None:
-    """What was recorded for `model`, or None when it is not a root that shardwise sharded."""
+    """Return the state of `model`, or None if it is not a root sharded by shardwise."""
     return model.__dict__.get(_ATTRIBUTE)
 
 
 def forget_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Take parameters out of the groups and the plan of a sharded model; the caller takes them off their modules.
+    """Remove parameters from the groups and the plan of a sharded model; the caller removes them from their modules.
 
     Ranks:
-        Local. Call it alike on every rank.
+        Local. Call it identically on every rank.
     """
     forgotten = {id(parameter) for parameter in parameters}
     names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in forgotten}
@@ -76,23 +76,23 @@ def forget_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> N
 
 
 def names_elsewhere(model: nn.Module) -> frozenset[str]:
-    """Parameters and buffers of the whole model that only other stages of a pipeline hold."""
+    """Return the parameters and buffers of the full model that only other pipeline stages have."""
     state = sharded_state(model)
     return state.pipeline.elsewhere if state is not None and state.pipeline is not None else frozenset()
 
 
 def on_recover(model: nn.Module, forget: Callable[[], None]) -> None:
-    """Call `forget` when a step of `model` failed and is given up; also for a model sharded by hand."""
+    """Call `forget` when a failed step of `model` is abandoned; also for a model sharded by hand."""
     model.__dict__.setdefault(_NOTES, []).append(forget)
 
 
 def sharded_roots() -> list[nn.Module]:
-    """Every living root that shardwise sharded, in the order in which they were."""
+    """Return all existing roots sharded by shardwise, in sharding order."""
     return list(_ROOTS)
 
 
 def users_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
-    """The last line outside torch and shardwise, of the stack unless other frames are given."""
+    """Return the last line outside torch and shardwise, in these frames or the current stack."""
     frames = [
         frame
         for frame in (traceback.extract_stack() if frames is None else frames)
@@ -102,7 +102,7 @@ def users_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
 
 
 def described(tensors: Iterable[torch.Tensor]) -> str:
-    """A sharded tensor among `tensors`, by the name of the parameter whose memory it is, or by its shape."""
+    """Describe a sharded tensor of `tensors` by the parameter whose memory it uses, or by its shape."""
     tensor = next(each for each in tensors if isinstance(each, DTensor))
     memory = compat.storage_id(local_tensor(tensor))
     for model in sharded_roots():
@@ -113,22 +113,22 @@ def described(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def recover(model: nn.Module) -> None:
-    """Make a model usable again after an exception in the middle of a step.
+    """Make a model usable again after an exception during a step.
 
-    The step is lost as a whole: parameters are sharded again, what was in flight is waited for and dropped,
-    and every gradient of the model is cleared, those of earlier micro-steps included. Parameters and
-    optimizer state are as they were.
+    The whole step is lost: parameters are resharded, pending communication is completed and its results are dropped,
+    and all gradients of the model are cleared, including those of earlier micro-steps. Parameters and
+    optimizer state do not change.
 
     Args:
-        model: The root that `shard()` or the last `fully_shard` was applied to, or a module that holds such
-            roots. On a model that is not sharded it clears the gradients.
+        model: The root that `shard()` or the last `fully_shard` was applied to, or a module that contains such
+            roots. For an unsharded model only the gradients are cleared.
 
     Raises:
         ShardError: `model` is only a part of a sharded model.
 
     Ranks:
         Local, but the step must have failed at the same place on every rank: a rank that still waits in a
-        collective cannot be helped from here.
+        collective is not released.
     """
     modules = compat.fsdp_modules(model)
     roots = [module for module in modules if compat.is_root(module) is not False]
@@ -144,11 +144,11 @@ def recover(model: nn.Module) -> None:
     for root in roots:
         abandon_pass(root)
     compat.clear_gradients(compat.param_groups(model), set(model.modules()), set_to_none=True)
-    nn.Module.zero_grad(model)  # whatever the class makes of it
+    nn.Module.zero_grad(model)  # not an override of the class
 
 
 def abandon_pass(root: nn.Module) -> None:
-    """Reshard a root whose forward raised; gradients of earlier backward passes stay, as in one process."""
+    """Reshard a root whose forward raised; keep gradients of earlier backward passes, as in one process."""
     compat.reset_iteration(root)
     for module in root.modules():
         for forget in module.__dict__.get(_NOTES, ()):

@@ -1,4 +1,4 @@
-"""Optimizers and other references follow their parameters: repointed after sharding, watched, state by name."""
+"""Optimizers and other references follow replaced parameters: repointing, checks of steps, state dicts by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOLLOWING: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def follow_names(optimizer: Optimizer) -> None:
-    """Let the state dicts of an optimizer of sharded parameters go by names; once is enough."""
+    """Order the state dicts of an optimizer of sharded parameters by names; idempotent."""
     if optimizer not in _FOLLOWING:
         _FOLLOWING.add(optimizer)
         optimizer.register_state_dict_post_hook(_order_state)
@@ -35,17 +35,17 @@ def follow_names(optimizer: Optimizer) -> None:
 
 
 def _order_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state in the models' order, each parameter under the number that it has."""
+    """Order the state as the models' parameters; each parameter keeps its index."""
     place = {id(parameter): index for index, (_, parameter) in enumerate(_named_parameters())}
     held = dict(enumerate(_held(optimizer)))
     state = state_dict["state"]
-    # A state dict by name has keys that are not numbers; they come last, in their order.
+    # A state dict by name has non-integer keys, which come last, in their order.
     ordered = sorted(state, key=lambda entry: place.get(id(held.get(entry)), len(place)))
     return {**state_dict, "state": {entry: state[entry] for entry in ordered}}
 
 
 def _order_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Where groups list names instead of numbers: the same groups and names in this optimizer's order."""
+    """Reorder groups that list names instead of indices as in this optimizer; None for other state dicts."""
     given = state_dict.get("param_groups", [])
     if not all(isinstance(name, str) for group in given for name in group["params"]):
         return None
@@ -53,12 +53,12 @@ def _order_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     live = [[name_of.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     groups = {frozenset(group["params"]): group for group in given}
     if len(groups) != len(given) or {frozenset(names) for names in live} != groups.keys():
-        return None  # torch compares them, and says what does not fit
+        return None  # torch compares them and reports the mismatch
     return {**state_dict, "param_groups": [{**groups[frozenset(names)], "params": names} for names in live]}
 
 
 def _named_parameters() -> list[tuple[str, torch.Tensor]]:
-    """Every parameter of every sharded model, in the order in which the models were sharded."""
+    """Return the parameters of all sharded models, in sharding order."""
     return [
         (canonical_name(name), parameter)
         for root in sharded_roots()
@@ -72,24 +72,24 @@ def _held(optimizer: Optimizer) -> list[torch.Tensor]:
 
 _Reference = weakref.ref[torch.Tensor]
 _REPLACED: dict[int, tuple[_Reference, weakref.ref[Any] | None, str]] = {}
-"""By identity of a parameter that a model no longer uses: itself, FSDP2's record of the one to step instead, and the
-model. Nothing refers to the new parameter itself weakly: torch could not swap it then (`model.to(device)`)."""
-# What the optimizer held when it was last looked at, the FSDP2 groups that hold its parameters, and the mesh over which
-# gradients of its other parameters are still to be compared.
+"""By identity of a replaced parameter: the parameter, FSDP2's record of its successor, and the model. There is no weak
+reference to the successor itself, because torch could not swap it then (`model.to(device)`)."""
+# Per optimizer: its parameters when it was last examined, the FSDP2 groups of these, and the mesh for comparing the
+# gradients of its other parameters, if that is still to be done.
 _EXAMINED: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[Any]], DeviceMesh | None]]
 _EXAMINED = weakref.WeakKeyDictionary()
 _num_watched = 0
 
 
 def watch_optimizers(model: nn.Module, replaced: Mapping[Any, torch.Tensor | None]) -> None:
-    """At its next step, repoint an optimizer that still holds a replaced parameter, or make it fail.
+    """At its next step, repoint an optimizer with a replaced parameter, or raise.
 
-    Without this such an optimizer updates tensors that the model no longer uses: the loss stays flat and
-    nothing is raised. Only weak references are kept, and an optimizer is looked at once, not at every step.
+    Otherwise such an optimizer updates tensors that the model no longer uses: the loss stays flat, without
+    an error. Only weak references are kept, and an optimizer is examined once, not at every step.
 
     Args:
-        model: The root, with its present parameters.
-        replaced: The tensors it had for parameters before, each with the one to step instead; None fails.
+        model: The root, with its current parameters.
+        replaced: Previous parameters, each with its successor; None raises at the step.
     """
     global _num_watched
     _watch_steps()
@@ -100,7 +100,7 @@ def watch_optimizers(model: nn.Module, replaced: Mapping[Any, torch.Tensor | Non
     }
     for old, new in replaced.items():
         key = id(old)
-        if key not in current:  # ignored parameters stay what they were
+        if key not in current:  # ignored parameters are not replaced
             reference = weakref.ref(old, lambda _, key=key: _REPLACED.pop(key, None))
             record = records.get(id(new))
             _REPLACED[key] = (reference, None if record is None else weakref.ref(record), class_name(model))
@@ -108,14 +108,14 @@ def watch_optimizers(model: nn.Module, replaced: Mapping[Any, torch.Tensor | Non
 
 @functools.cache
 def _watch_steps() -> None:
-    """Register torch's hooks, once and for good: removed by a garbage collection in a step, they would break it."""
+    """Register torch's hooks once, permanently: removal by garbage collection would break a running step."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(lambda optimizer, *_: _call(_AFTER_STEPS, optimizer))
 
 
 _BEFORE_STEPS: dict[object, Callable[[Optimizer], None]] = {}
 _AFTER_STEPS: dict[object, Callable[[Optimizer], None]] = {}
-"""What `around_steps` registered."""
+"""Functions registered by `around_steps`."""
 
 
 def _call(callbacks: dict[object, Callable[[Optimizer], None]], optimizer: Optimizer) -> None:
@@ -134,15 +134,15 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         is_compared = mesh is None or _refuse_unaveraged(optimizer, mesh)
         _EXAMINED[optimizer] = known, groups, None if is_compared else mesh
     for reference in groups:
-        # A copy gathered before the step (model.unshard(), set_reshard_after_backward(False)) would hide the
-        # updated shards from the next forward.
+        # Otherwise the next forward would use parameters unsharded before the step (model.unshard(),
+        # set_reshard_after_backward(False)) instead of the updated shards.
         if (group := reference()) is not None and not compat.is_resharded(group):
             compat.wait_and_reshard(group)
     _call(_BEFORE_STEPS, optimizer)
 
 
 _Places = tuple[tuple[int, int], ...]
-"""Parameters that an optimizer steps: the index of the group of each, and its index in that group."""
+"""Parameters of an optimizer: index of the group and index in the group."""
 
 
 def around_steps(
@@ -150,10 +150,10 @@ def around_steps(
     before: Callable[[_Places], None] | None = None,
     after: Callable[[_Places], None] | None = None,
 ) -> Callable[[], None]:
-    """Call `before` and `after` each step of an optimizer that holds parameters of FSDP2's groups, with their places.
+    """Call `before` and `after` around each step of an optimizer with parameters of FSDP2's groups, with their places.
 
     Returns:
-        A function that stops it.
+        A function that removes the callbacks.
     """
     references = [weakref.ref(group) for group in groups]
     found: weakref.WeakKeyDictionary[Optimizer, _Places] = weakref.WeakKeyDictionary()
@@ -188,15 +188,15 @@ def around_steps(
 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:
-    """The optimizers that have stepped parameters of `model`."""
+    """Return the optimizers that have stepped parameters of `model`."""
     parameters = {id(parameter) for parameter in model.parameters()}
     return [each for each in list(_EXAMINED) if any(id(parameter) in parameters for parameter in _held(each))]
 
 
 def _examine(optimizer: Optimizer) -> tuple[list[weakref.ref[Any]], DeviceMesh | None]:
-    """Raise if the optimizer holds parameters that no model uses; return the FSDP2 groups it steps, and their mesh.
+    """Raise if the optimizer has parameters that no model uses; return the FSDP2 groups it steps and their mesh.
 
-    The mesh is None if it has one rank, or no group is stepped.
+    The mesh is None if it has one rank, or if there are no groups.
     """
     adopt(optimizer)
     held = {id(parameter) for parameter in _held(optimizer)}
@@ -246,11 +246,11 @@ _EVEN = {
     "AdamW8bit": "its kernel is compiled for shards of one size",
     "Adam8bit": "its kernel is compiled for shards of one size",
 }
-"""Those that fail where a parameter does not divide evenly over the ranks."""
+"""Optimizers that fail if a parameter is sharded unevenly."""
 
 
 def why_unsupported(optimizer: Optimizer) -> str:
-    """Why an optimizer cannot step sharded parameters; empty where nothing is known against it."""
+    """Return why an optimizer does not support sharded parameters; empty if no problem is known."""
     kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] in ("torch", "torchao")]
     spread = [parameter for parameter in _held(optimizer) if isinstance(parameter, DTensor)]
     for name in [kind.__name__ for kind in kinds] if spread else ():
@@ -264,10 +264,10 @@ def why_unsupported(optimizer: Optimizer) -> str:
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that would fail, or hang, in the middle of its first step.
+    """Raise for an optimizer that would fail or hang in its first step.
 
     Raises:
-        ShardError: With the reason, on every rank.
+        ShardError: The optimizer is not supported; on every rank.
     """
     if why := why_unsupported(optimizer):
         raise ShardError(
@@ -287,7 +287,7 @@ def _is_uneven(parameter: DTensor) -> bool:
 
 
 def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None:
-    """Raise if the optimizer holds parameters that were added to the model since it was sharded."""
+    """Raise if the optimizer has parameters added to the model after sharding."""
     state = sharded_state(root)
     if state is None or state.mesh.size() == 1:
         return
@@ -305,13 +305,13 @@ def _refuse_added(optimizer: Optimizer, held: set[int], root: nn.Module) -> None
 
 
 def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
-    """Raise if a parameter beside the sharded ones, of a wrapper or a criterion, has another gradient on each rank.
+    """Raise if a parameter outside the sharded model, of a wrapper or criterion, has different gradients on ranks.
 
     Returns:
-        Whether each of them has a gradient by now, and has been compared.
+        Whether all these parameters have gradients and were compared.
 
     Ranks:
-        Collective over the mesh, in the steps of an optimizer that holds such parameters, until it returns True.
+        Collective over the mesh, in each step of an optimizer with such parameters, until it returns True.
     """
     of_models = {id(parameter) for root in sharded_roots() for parameter in root.parameters()}
     beside = [
@@ -340,7 +340,7 @@ def _refuse_unaveraged(optimizer: Optimizer, mesh: DeviceMesh) -> bool:
 
 
 def _finite(norm: float | None) -> float:
-    """A number to sort by."""
+    """Return a sort key."""
     return -1.0 if norm is None else norm if math.isfinite(norm) else math.inf
 
 
@@ -427,7 +427,7 @@ def refuse_foreign(
     where: str,
     kind: type[ShardwiseError] = ShardError,
 ) -> None:
-    """Raise if an optimizer holds parameters whose `id` is not in `names`: those of `owner`."""
+    """Raise if an optimizer has parameters whose `id` is not in `names`, the parameters of `owner`."""
     if foreign := [parameter for parameter in parameters if id(parameter) not in names]:
         raise kind(
             f"{len(foreign)} of {len(parameters)} parameters are not parameters of {owner}: {_shapes(foreign)}",
@@ -442,21 +442,21 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join([*(str(tuple(tensor.shape)) for tensor in tensors[:3]), *(["…"] if len(tensors) > 3 else [])])
 
 
-# Counters that torch's optimizers keep per parameter. They stay plain tensors even for a parameter that is
-# itself a scalar, because the optimizers hand them to foreach kernels in lists of their own.
+# Counters of torch's optimizers per parameter. They stay plain tensors even for a scalar parameter, because
+# optimizers pass them to foreach kernels in separate lists.
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[int, str]:
-    """Note the name of each parameter, by identity, before sharding replaces them.
+    """Return the names of parameters by identity, before sharding replaces them.
 
     Args:
-        model: Not sharded yet.
-        optimizers: Built on `model.parameters()` or a part of them, stepped or not.
+        model: Unsharded model.
+        optimizers: Optimizers of some or all `model.parameters()`, stepped or not.
 
     Raises:
-        ShardError: An optimizer holds a parameter of another model, holds one twice, or has state that cannot
-            be split like its parameter. Nothing has been changed then.
+        ShardError: An optimizer has a parameter of another model, has one twice, or has state that cannot be
+            sharded like its parameter. Nothing has been changed then.
     """
     name_of: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -480,18 +480,18 @@ def remember_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> di
 
 
 def repoint(optimizers: Iterable[Optimizer], name_of: Mapping[int, str], model: nn.Module) -> None:
-    """Replace the remembered parameters by the model's present ones, in place.
+    """Replace the remembered parameters by the model's current ones, in place.
 
-    Groups, their order and options stay; state of a parameter's shape is split as the parameter is, each rank
-    keeping its part. The optimizer objects stay the same, so learning-rate schedulers keep working.
+    Groups, their order and options do not change; state with a parameter's shape is sharded like the parameter. The
+    optimizer objects stay the same, so that learning-rate schedulers keep working.
 
     Args:
-        optimizers: The same as given to `remember_parameters`.
-        name_of: What it returned.
-        model: Sharded since.
+        optimizers: The optimizers passed to `remember_parameters`.
+        name_of: Result of `remember_parameters`.
+        model: The model, now sharded.
 
     Ranks:
-        Local. No communication: every rank holds the whole state and keeps its own part.
+        Local. No communication: every rank has the full state and keeps its own shard.
     """
     current = dict(model.named_parameters(remove_duplicate=False))
     for optimizer in optimizers:
@@ -500,7 +500,7 @@ def repoint(optimizers: Iterable[Optimizer], name_of: Mapping[int, str], model: 
 
 
 def adopt(optimizer: Optimizer) -> None:
-    """Point an optimizer that was built before FSDP1's wrapping at the sharded parameters; others are left alone."""
+    """Repoint an optimizer created before FSDP1's wrapping to the sharded parameters; ignore other optimizers."""
     successors: dict[int, torch.Tensor] = {}
     for parameter in filter(_is_replaced, _held(optimizer)):
         reference = _REPLACED[id(parameter)][1]
@@ -526,10 +526,10 @@ def _repoint(optimizer: Optimizer, successors: Mapping[int, torch.Tensor]) -> No
 
 
 def shard_like(full: torch.Tensor, parameter: DTensor) -> DTensor:
-    """This rank's part of `full` as a DTensor placed like `parameter`, with storage of its own.
+    """Return this rank's part of `full` as a DTensor with the placements of `parameter` and new storage.
 
     Ranks:
-        Local. Every rank must hold the same `full`.
+        Local. Every rank must pass the same `full`.
     """
     local = local_part(full, parameter).to(
         device=parameter.to_local().device, copy=True, memory_format=torch.contiguous_format
@@ -555,6 +555,6 @@ def _is_split(key: str, value: object, parameter: torch.Tensor) -> bool:
 
 
 def _split(value: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    # Where the plan changes the storage dtype, state kept in the old one would no longer match the gradients.
+    # If the plan changes the storage dtype, state in the old dtype would not match the gradients.
     full = value.to(after.dtype) if value.dtype == before.dtype else value
     return shard_like(full, after) if isinstance(after, DTensor) else full.to(after.device)

@@ -1,1 +1,1 @@
-"""Hooks of a sharded model: around forwards, backwards, writes to parameters and collectives."""
+"""Hooks of a sharded model: around forward, backward, writes to parameters and collectives."""

@@ -1,4 +1,4 @@
-"""Notes on errors in a sharded model: cause, fix, memory in use."""
+"""Notes on errors in a sharded model: cause, fix and memory in use."""
 
 import traceback
 from collections.abc import Iterable
@@ -34,10 +34,10 @@ def memory_breakdown(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> 
 
     Args:
         model: Sharded by shardwise or by hand.
-        optimizers: Whose state to count; without them it is part of the rest.
+        optimizers: Optimizers whose state is listed separately.
 
     Returns:
-        On a GPU the last kind is what else is allocated: activations, buffers of the communication, temporaries.
+        On a GPU the list includes all other allocations: activations, communication buffers, temporaries.
     """
     groups = compat.named_groups(model)
     gathered = {name: _bytes(compat.unsharded_parameters(group)) for name, group in groups.items()}
@@ -93,7 +93,7 @@ _MARK = "shardwise:"
 
 
 def annotate(error: BaseException, model: nn.Module) -> None:
-    """Add the note to an exception that is on its way, once.
+    """Add the note to an exception, once.
 
     Args:
         error: Raised in a forward, backward or step of `model`; keeps its type and traceback.

@@ -22,9 +22,9 @@ from shardwise.sharding.registry import abandon_pass, recover
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Casts:
-    """Casts of a group's inputs and outputs, equal on every torch.
+    """Casts of a group's inputs and outputs, the same in all torch versions.
 
-    FSDP2's own differ between versions: before 2.13 they are skipped while activation checkpointing recomputes.
+    FSDP2's own casts differ: before 2.13 they are skipped during recomputation.
     """
 
     input_dtype: torch.dtype | None
@@ -40,7 +40,7 @@ class CallOfGroup:
         self._graph_call: GroupCall | None = None
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Begin; returns the arguments in the group's compute dtype."""
+        """Begin the call; return the arguments in the group's compute dtype."""
         self._graph_call = graph_calls().enter(self.module)
         self._arguments = CastArguments()
         if self.casts.input_dtype is not None:
@@ -48,7 +48,7 @@ class CallOfGroup:
         return args, kwargs
 
     def register_post_backward(self, group: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Reduce the group's gradients after those of these inputs."""
+        """Reduce the group's gradients once the gradients of these inputs are computed."""
         if not torch.is_grad_enabled():
             return args, kwargs
         tensors = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
@@ -58,17 +58,17 @@ class CallOfGroup:
         return self._arguments.change_tensors((args, kwargs), lambda tensor: replaced.get(id(tensor), tensor))
 
     def unshard_before_backward(self, output: Any) -> None:
-        """Unshard the group again before anything that made `output` runs backward.
+        """Unshard the group again before backward of the operations that computed `output`.
 
-        FSDP2 hooks the output tensors it finds. An in-place operation on a returned view replaces the hooked tensor in
-        the graph, so that for a view the hook sits on the operation that made its base.
+        FSDP2 hooks output tensors. An in-place operation on a returned view replaces the hooked tensor in the graph, so
+        for a view the hook is on the operation that computed its base.
         """
         call = self._graph_call
         nodes: list[Any] = []
         for tensor in differentiable(output):
             base = compat.base_of_view(tensor)
             maker = None if base is None else base.grad_fn
-            # A view of something older is an input passed through: its base runs backward long after the group.
+            # A view of an older tensor is an input passed through: backward reaches its base long after the group.
             if maker is not None and call is not None and compat.sequence_number_of(maker) >= call.since:
                 maker.register_prehook(self._unshard)
                 nodes.append(maker)
@@ -85,14 +85,14 @@ class CallOfGroup:
         return compat.sequence_number() > self._graph_call.since
 
     def leave(self, output: Any) -> Any:
-        """End; returns the output in the group's output dtype."""
+        """End the call; return the output in the group's output dtype."""
         self._arguments.write_back()
-        graph_calls().close(self._graph_call, ())  # no hooks were asked for
+        graph_calls().close(self._graph_call, ())  # no hooks are needed
         self._graph_call = None
         return output if self.casts.output_dtype is None else cast_floating(output, self.casts.output_dtype)
 
     def fail(self) -> None:
-        """End after an exception."""
+        """End the call after an exception."""
         graph_calls().abandon(self._graph_call)
         self._arguments, self._graph_call = CastArguments(), None
 
@@ -101,7 +101,7 @@ class CallOfGroup:
 
 
 def without_parameters(output: Any) -> Any:
-    """The output with copies of the parameters, and of views of them, that are in it: they are freed now."""
+    """Return the output with copies of parameters and views of parameters, which are freed now."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         base = compat.base_of_view(tensor)
@@ -111,7 +111,7 @@ def without_parameters(output: Any) -> Any:
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
-    """Every tensor in an output that backward can start from, also in plain objects."""
+    """Return the tensors of an output that backward can start from, including those in plain objects."""
     if not torch.is_grad_enabled():
         return []
     return [tensor for tensor in find_tensors(output, objects=1) if tensor.requires_grad]
@@ -120,9 +120,9 @@ def differentiable(output: Any) -> list[torch.Tensor]:
 class PartsForwardHooks:
     """Runs FSDP2's hooks for a group of modules.
 
-    FSDP2's own hooks see only the last module's output. Where that output is not part of the loss but an earlier
-    module's is (the keys of a prefix whose own result is dropped), backward would run on freed parameters. Here every
-    module's output unshards the group again.
+    FSDP2's own hooks use only the last module's output. If the loss depends on an earlier module's output but not on
+    that one (the keys of a prefix whose own result is dropped), backward would use freed parameters. Here the output of
+    every module unshards the group again.
     """
 
     def __init__(self, modules: Sequence[nn.Module], root: nn.Module, casts: Casts) -> None:
@@ -138,13 +138,13 @@ class PartsForwardHooks:
             module.register_forward_hook(torch.compiler.disable(self._leave))
 
     def finish(self) -> None:
-        """Reshard the group although not all its modules were called in this pass."""
+        """Reshard the group even if not all its modules were called in this pass."""
         if self._waiting:
             self._waiting.clear()
             compat.leave_forward(self._first, (), None)
 
     def forget(self) -> None:
-        """Start over after an exception."""
+        """Reset after an exception."""
         self._waiting.clear()
         for call in self._calls.values():
             call.fail()
@@ -183,7 +183,7 @@ class Replicated:
         return bool(self._places)
 
     def __iter__(self) -> Iterator[Any]:
-        """What is registered now."""
+        """Iterate over the tensors registered now."""
         return (module._parameters.get(name) for module, name, _ in self._places)
 
     def add(self, places: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
@@ -201,24 +201,24 @@ class Replicated:
         return new
 
     def expose_local(self) -> None:
-        """Let every module see a plain tensor; gradients flow through it to the DTensor."""
+        """Expose plain tensors to all modules; gradients flow through them to the DTensors."""
         locals_: dict[int, torch.Tensor] = {}
         for module, name, parameter in self._places:
             registered = module._parameters.get(name, parameter)
             if id(registered) not in locals_:
                 assert registered is not None
-                is_spread = isinstance(registered, DTensor)  # inside full_params a plain one stands here
+                is_spread = isinstance(registered, DTensor)  # plain in full_params
                 locals_[id(registered)] = LocalValue.apply(registered) if is_spread else registered
-            # Attributes of the instance come before nn.Module's look-up of parameters.
+            # Instance attributes take precedence over nn.Module's parameter lookup.
             module.__dict__[name] = locals_[id(registered)]
 
     def expose_local_again(self) -> None:
-        """Expose them to code that backward runs again; it must see tensors that want a gradient, as the first time."""
+        """Expose plain tensors to recomputation in backward; they require gradients, as in the first run."""
         with torch.enable_grad():
             self.expose_local()
 
     def restore(self) -> None:
-        """Let every module see the DTensors again."""
+        """Expose the DTensors to all modules again."""
         for module, name, parameter in self._places:
             shown, registered = module.__dict__.pop(name, None), module._parameters.get(name, parameter)
             if shown is not None and isinstance(registered, DTensor):
@@ -228,29 +228,29 @@ class Replicated:
 class ForwardHooks:
     """Counts nested calls of one group, so that FSDP2's hooks run once per outermost call.
 
-    Without it a `forward` that dispatches to a registered method enters the hooks twice: on torch 2.5 backward then
-    fails, and on every torch the inner exit frees parameters that the outer call still needs.
+    Otherwise a `forward` that calls a registered method enters the hooks twice: on torch 2.5 backward then fails, and
+    on all versions the inner exit frees parameters that the outer call still needs.
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, casts: Casts) -> None:
         self.module, self.root, self.depth = module, root, 0
         self._call = CallOfGroup(module, casts)
-        self._handled: BaseException | None = None  # what an `except` of the caller's is about
+        self._handled: BaseException | None = None  # the exception that the caller is handling
         compat.take_over_hooks(module, self._call.unshard_before_backward)
         for group in compat.groups_of(module):
             compat.replace_post_backward_hook(group, self._call.register_post_backward)
         self.add_module(module)
 
     def after(self, output: Any) -> None:
-        """Called once the outermost entry has left."""
+        """Called after the outermost call returns."""
 
     def failed(self) -> None:
-        """Called when the outermost entry ends by an exception."""
+        """Called when the outermost call raises."""
 
     def add_module(self, module: nn.Module) -> None:
-        """Hook calls of `module`, which need not be a group."""
-        # Before the user's own hooks, and after them on the way out, as FSDP2's are. A model compiled as a whole breaks
-        # its graph here, as it does at FSDP2's own.
+        """Hook calls of `module`, which may have no group."""
+        # Runs before the user's forward pre-hooks and after the forward hooks, as FSDP2's hooks. A fully compiled model
+        # has a graph break here, as at FSDP2's hooks.
         module.register_forward_pre_hook(torch.compiler.disable(self._enter_call), prepend=True, with_kwargs=True)
         module.register_forward_hook(torch.compiler.disable(self._leave_call), always_call=True)
 
@@ -280,17 +280,17 @@ class ForwardHooks:
         return self.enter(args, kwargs)
 
     def _leave_call(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.depth > 1:  # an inner call; where it raised, an outer one may still catch that
+        if self.depth > 1:  # an inner call; if it raised, an outer one may still catch the exception
             self.depth -= 1
             return None
         error = sys.exc_info()[1]
-        if output is None and error is not None and error is not self._handled:  # `always_call`, not a return
+        if output is None and error is not None and error is not self._handled:  # `always_call` after an exception
             self.fail()
             return None
         return self.leave(args, output)
 
     def enter(self, args: Any, kwargs: Any) -> Any:
-        """Unshard for an outermost call; returns the arguments to call with."""
+        """Unshard for an outermost call; return its arguments."""
         compat.initialise(self.root)
         entered = compat.enter_forward(self.module, *self._call.enter(args, kwargs))
         self.depth = 1
@@ -304,7 +304,7 @@ class ForwardHooks:
         return self._call.leave(output)
 
     def fail(self) -> None:
-        """Leave an outermost call that raised."""
+        """End an outermost call that raised."""
         self.depth = 0
         self._call.fail()
         self.failed()
@@ -313,7 +313,7 @@ class ForwardHooks:
 
 
 class KeptUnsharded:
-    """Groups that are unsharded on every rank from the root's forward to the end of backward."""
+    """Groups kept unsharded on all ranks from the root's forward to the end of backward."""
 
     def __init__(self, groups: Iterable[Any]) -> None:
         self.groups = tuple(groups)
@@ -321,12 +321,12 @@ class KeptUnsharded:
             compat.reduce_when_backward_ends(group)
 
     def unshard(self, *_: Any) -> None:
-        """Unshard what is not, at the root's entry or before its backward: an earlier one may have freed them."""
+        """Unshard the groups before the root's forward or backward; an earlier backward may have freed them."""
         for group in self.groups:
             compat.unshard_group(group)
 
     def leave(self, output: Any, *, is_recorded: bool) -> None:
-        """Keep them for the backward of `output`, or free them where autograd has recorded nothing."""
+        """Keep the groups for the backward of `output`, or free them if autograd recorded nothing."""
         if is_recorded:
             for tensor in differentiable(output) if self.groups else ():
                 tensor.register_hook(self.unshard)
@@ -336,7 +336,7 @@ class KeptUnsharded:
 
 
 class RootForwardHooks(ForwardHooks):
-    """The outermost module: also exposes replicated parameters, keeps groups unsharded, leaves no stale weights."""
+    """Hooks of the root: also expose replicated parameters, keep groups unsharded and free stale weights."""
 
     def __init__(
         self,
@@ -348,12 +348,12 @@ class RootForwardHooks(ForwardHooks):
         *,
         branches: bool,
     ) -> None:
-        """`branches`: the data of a rank decide which groups run."""
+        """`branches`: whether a rank's data decide which groups run."""
         super().__init__(module, module, casts)
         self.kept, self.parts, self.replicated, self.branches = KeptUnsharded(kept), tuple(parts), replicated, branches
         self.outside = OutsideUse(compat.param_groups(module), replicated)
         if replicated:
-            # Activation checkpointing runs forward code again, in backward.
+            # Activation checkpointing runs forward code again in backward.
             compat.on_backward_start(module, replicated.expose_local_again)
             compat.on_backward_end(module, replicated.restore)
 
@@ -366,8 +366,8 @@ class RootForwardHooks(ForwardHooks):
             self.outside.reshard_used()
         self.replicated.expose_local()
         if self.branches and torch.is_grad_enabled():
-            # A group reduces its gradients when its inputs' are known, or last of all if they need none. Which it is
-            # must not depend on the branch a rank took, or ranks would reduce in different orders.
+            # A group reduces its gradients after those of its inputs, or at the end if its inputs require none. This
+            # must not depend on a rank's branch, or ranks would reduce in different orders.
             args, kwargs = change_tensors((args, kwargs), wanting_gradient)
         entered = super().enter(args, kwargs)
         self.kept.unshard()
@@ -382,8 +382,8 @@ class RootForwardHooks(ForwardHooks):
             entry.finish()
         self.kept.leave(output, is_recorded=self._call.is_recorded)
         if not self._call.is_recorded:
-            # FSDP2 leaves the root unsharded. Without a backward to follow, parameters() would list the unsharded
-            # copies: an optimizer built now would train those, and a step would leave them stale.
+            # FSDP2 leaves the root unsharded. Without a backward, parameters() would return the unsharded copies: a
+            # new optimizer would train those, and a step would make them stale.
             for group in compat.groups_of(self.module):
                 compat.reshard_group(group)
         if not compat.in_backward():
@@ -398,6 +398,6 @@ class RootForwardHooks(ForwardHooks):
 
 
 def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or where it could have a gradient and wants none, one that does."""
+    """Return the tensor, or a detached one that requires gradients if its dtype supports them."""
     wants = tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex())
     return tensor if wants else tensor.detach().requires_grad_()

@@ -21,7 +21,7 @@ from shardwise.sharding.registry import sharded_roots
 class UnusedParameters:
     """Reduces zeros for parameters without a gradient on this rank, and records them.
 
-    FSDP2 reduces what has a gradient. Where a router left an expert out on one rank only, ranks would reduce buffers of
+    FSDP2 reduces only existing gradients. If a router skips an expert on one rank only, ranks would reduce buffers of
     different sizes.
     """
 
@@ -34,7 +34,7 @@ class UnusedParameters:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to track."""
+        """Whether there are parameters to track."""
         return bool(self._tracked)
 
     def _fill(self, group: Any) -> None:
@@ -48,7 +48,7 @@ class UnusedParameters:
                 self._filled.add(id(param))
 
     def flags(self, device: torch.device) -> torch.Tensor:
-        """One per tracked parameter: whether it got a gradient on this rank."""
+        """Return one flag per tracked parameter: whether it got a gradient on this rank."""
         return torch.tensor([float(id(param) in self._used) for param in self._tracked], device=device)
 
     def drop_unused_zeros(self, counts: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class BackwardEnd:
         places: Sequence[tuple[nn.Module, str]],
         unused: UnusedParameters,
     ) -> None:
-        """`places` are the modules and names that register parameters outside the groups."""
+        """`places`: modules and attribute names of parameters outside the groups."""
         self._groups, self._device = compat.param_groups(model), compat.compute_device(model)
         self._process_groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._num_ranks = mesh.size()
@@ -85,7 +85,7 @@ class BackwardEnd:
     def _finish(self) -> None:
         if not all(compat.reduces_gradients(group) for group in self._groups[:1]):
             return  # accumulating: the last micro-step averages the sum
-        # Looked up each time: materialising a model, or moving it, registers new parameters.
+        # Looked up each time: materializing or moving a model registers new parameters.
         registered = [module._parameters[name] for module, name in self._places]
         trainable = [parameter for parameter in registered if parameter is not None and parameter.requires_grad]
         device = next((g.device for g in self._groups), torch.device("cpu"))
@@ -97,12 +97,12 @@ class BackwardEnd:
         self._sum(counts)
         for parameter, count in zip(trainable, counts[: len(trainable)].tolist(), strict=True):
             if count == 0:
-                parameter.grad = None  # nobody used it: as in one process
+                parameter.grad = None  # unused on all ranks: as in one process
         self._unused.drop_unused_zeros(counts[len(trainable) :])
 
     @torch.no_grad()
     def _average(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
-        """Average the gradients in one buffer of a dtype wide enough; a missing one counts as zeros."""
+        """Average the gradients in one buffer of a wide enough dtype; missing gradients are zeros."""
         parts: list[torch.Tensor] = []
         for parameter in parameters:
             if parameter.grad is None:
@@ -137,7 +137,7 @@ def copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 class ParameterHooks:
     """Calls the hooks on the sharded parameters of a group (`register_hook`) with each reduced gradient.
 
-    FSDP2 computes gradients of other tensors, the unsharded parameters, and ignores hooks on the sharded ones.
+    FSDP2 computes gradients of the unsharded parameters and ignores hooks on the sharded ones.
     """
 
     def __init__(self, group: Any) -> None:
@@ -149,7 +149,7 @@ class ParameterHooks:
         """Set aside gradients accumulated by earlier backwards: hooks receive the gradient of this one."""
         group = self._group()
         for parameter in () if group is None else compat.sharded_parameters(group):
-            gradient = parameter.grad  # of a loss that read some rows; FSDP2 adds this rank's part to it
+            gradient = parameter.grad  # of a loss that used some rows; FSDP2 adds this rank's part to it
             is_spread = isinstance(gradient, DTensor) and isinstance(parameter, DTensor)
             if is_spread and gradient.placements != parameter.placements:
                 own = local_part(full_tensor(gradient), parameter).contiguous()
@@ -203,9 +203,9 @@ def step_in_backward(root: nn.Module) -> None:
 def watch_zero_grad() -> None:
     """Make `zero_grad` of any module clear the gradients of its parameters in the models that shardwise sharded.
 
-    torch clears those of the parameters that are registered at the time. Between forward and backward these are the
-    unsharded ones in the root and in every group that stays unsharded, so that the shards' gradients of step after
-    step add up. On the class, since the caller may be any part of the model or a wrapper around it.
+    torch clears the gradients of the currently registered parameters. Between forward and backward these are the
+    unsharded ones in the root and in all groups that stay unsharded, so that gradients of the shards would accumulate
+    over steps. The method is replaced on the class, because the caller may be any submodule or a wrapper.
     """
     plain = nn.Module.zero_grad
 

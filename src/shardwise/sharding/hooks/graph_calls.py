@@ -1,11 +1,11 @@
-"""Which autograd nodes each call of a group made, so that backward unshards the group by whatever path it comes.
+"""Autograd nodes of each call of a group, so that backward unshards the group on any path through the graph.
 
-FSDP2 unshards a group when the gradient of one of its outputs arrives. A tensor that left a call otherwise (on an
-attribute, in a cache or a closure) leads backward past the outputs, to parameters that were freed. Here every call is
-the range of the numbers that autograd gave to its nodes. Before a backward runs, the nodes that the loss code made are
-followed down to the calls; if all calls are met at their outputs, and all calls inside them have their last node in
-the graph, nothing is left to do, since autograd runs nodes in the reverse order of their numbers. Otherwise the whole
-graph is followed once, and every node by which backward enters a call gets the hook that its outputs have.
+FSDP2 unshards a group when the gradient of one of its outputs arrives. If a tensor leaves a call in another way (on an
+attribute, in a cache or a closure), backward bypasses the outputs and uses freed parameters. Here each call is recorded
+as a range of autograd sequence numbers. Before a backward runs, the nodes of the loss are followed to the calls. If all
+calls are reached at their outputs, and all calls inside them have their last node in the graph, nothing is to be done,
+because autograd runs nodes in reverse order of their numbers. Otherwise the whole graph is traversed once, and each
+node where backward enters a call gets the pre-backward hook of its outputs.
 """
 
 import bisect
@@ -30,7 +30,7 @@ _MOST_FINISHED_CALLS = 2**12
 
 
 class GroupCall:
-    """One forward of a group: the half-open range of its nodes' numbers."""
+    """One forward of a group, as the half-open range of its nodes' sequence numbers."""
 
     __slots__ = ("inner", "is_pending", "module", "outputs", "parent", "since", "until")
 
@@ -39,8 +39,8 @@ class GroupCall:
         self.since, self.until = compat.sequence_number(), -1  # an open call has no nodes: its group is unsharded
         self.outputs: tuple[int, ...] = ()
         self.is_pending = True  # no backward has run since
-        # Of an outermost call, while it runs: of each call inside it the first number, and the last node if it has
-        # the pre-backward hook, else None.
+        # For a running outermost call: the first number of each call inside it, and its last node if that has the
+        # pre-backward hook, else None.
         self.inner: list[tuple[int, Any]] = []
 
     def unshard(self, *_: Any) -> None:
@@ -50,10 +50,10 @@ class GroupCall:
 
 
 class RecordedBackward:
-    """A backward whose own graph is recorded, as the penalty on a gradient needs it.
+    """A backward with `create_graph=True`, as for a gradient penalty.
 
-    Its nodes save parameters for a second backward, which enters no call on its way to them. Until the second one has
-    ended the groups stay unsharded; it then reduces what it found.
+    Its nodes save parameters for a second backward, which does not enter calls. The groups stay unsharded until the end
+    of the second backward, which then reduces their gradients.
     """
 
     def __init__(self, calls: Iterable[GroupCall]) -> None:
@@ -63,20 +63,20 @@ class RecordedBackward:
         self.keep_unsharded()
 
     def keep_unsharded(self) -> None:
-        """Until `reshard`; also where a second backward runs again, over a graph that was retained."""
+        """Keep the groups unsharded until `reshard`; again for each second backward over a retained graph."""
         self._restore = compat.keep_unsharded(self._groups)
 
     def close(self) -> None:
-        """It has run: its nodes are known."""
+        """Record the last node after the backward."""
         if self.until < 0:
             self.until = compat.sequence_number()
 
     def made(self, node: Any) -> bool:
-        """Whether a node is of its graph."""
+        """Whether a node belongs to the recorded graph."""
         return self.since <= compat.sequence_number_of(node) < self.until
 
     def reshard(self) -> None:
-        """The second backward has run."""
+        """Reshard the groups after the second backward."""
         self._restore()
         for group in self._groups:
             if compat.is_unsharded(group):
@@ -84,10 +84,10 @@ class RecordedBackward:
 
 
 class GraphCalls:
-    """The calls of one thread, whose nodes autograd numbers by itself."""
+    """The calls of one thread; autograd numbers nodes per thread."""
 
     def __init__(self) -> None:
-        self.calls: list[GroupCall] = []  # by `since`, outer ones before those inside them
+        self.calls: list[GroupCall] = []  # sorted by `since`, outer calls before inner ones
         self._open: list[GroupCall] = []
         self._roots: Sequence[Any] = ()
         self._is_followed = False
@@ -95,7 +95,7 @@ class GraphCalls:
         self._ends_recorded = self._retains = False
 
     def enter(self, module: nn.Module) -> GroupCall | None:
-        """Begin a call; None where it makes no nodes that a later backward could run."""
+        """Begin a call; return None if it records no nodes for a later backward."""
         if not torch.is_grad_enabled() or compat.in_backward():
             return None
         if not self._open:
@@ -106,7 +106,7 @@ class GraphCalls:
         return call
 
     def close(self, call: GroupCall | None, hooked: Iterable[Any]) -> None:
-        """End a call; `hooked` are the nodes that run the group's pre-backward hook."""
+        """End a call; `hooked` are the nodes with the group's pre-backward hook."""
         if call is None or call not in self._open:
             return
         outermost = self._open[0]
@@ -119,7 +119,7 @@ class GraphCalls:
             return
         inner, call.inner = call.inner, []
         for number in call.outputs if inner else ():
-            # Only nodes below this one: it must not keep itself alive.
+            # Only nodes below this one, to avoid a reference cycle.
             below = [node for since, node in inner if since < number]
             below = [None if node is None or compat.sequence_number_of(node) > number else node for node in below]
             if nodes[number] in below:
@@ -135,11 +135,11 @@ class GraphCalls:
     def before_backward(
         self, outputs: Sequence[Any], inputs: Sequence[Any], create_graph: bool, accumulates: bool, retains: bool
     ) -> bool:
-        """Look at a backward that is about to run from `outputs`; returns whether `after_backward` shall be called.
+        """Prepare for a backward from `outputs`; return whether to call `after_backward`.
 
         Raises:
-            ShardError: It asks for gradients of sharded parameters; or it accumulates into parameters of a sharded
-                model, and runs inside a forward, or its graph shall be recorded.
+            ShardError: The backward requests gradients of sharded parameters, or it accumulates gradients of a sharded
+                model either inside a forward or with `create_graph`.
         """
         if not self.calls:
             return False
@@ -187,7 +187,7 @@ class GraphCalls:
         return True
 
     def after_backward(self) -> None:
-        """Forget the calls that only backwards long past could have reached."""
+        """Drop the oldest calls, which only earlier backwards could reach."""
         self._roots = ()
         for recorded in self._recorded:
             recorded.close()
@@ -200,12 +200,12 @@ class GraphCalls:
         del self.calls[:-_MOST_FINISHED_CALLS]
 
     def _check(self, last_nodes: Sequence[Any], *_: Any) -> None:
-        """Backward has come to a call from outside: the calls inside it must be announced by their last nodes."""
+        """Check, when backward enters a call, that it will run the last nodes of the calls inside it."""
         if self._roots and not all(node is not None and compat.will_run(node) for node in last_nodes):
             self._follow()
 
     def _arrives_at_outputs(self) -> bool:
-        """Whether what follows the calls leads to outputs of outermost ones only, and to all that are pending."""
+        """Whether backward reaches outermost calls only at their outputs, and reaches all pending ones."""
         outermost = [call for call in self.calls if call.parent is None]
         starts = [call.since for call in outermost]
         arrived: set[GroupCall] = set()
@@ -226,7 +226,7 @@ class GraphCalls:
         return all(call in arrived for call in outermost if call.is_pending)
 
     def _nodes(self) -> Iterable[Any]:
-        """Every node that this backward may run, in the same order on all ranks."""
+        """Return the nodes that this backward may run, in the same order on all ranks."""
         seen: dict[Any, None] = {}
         todo = [node for node in self._roots if node is not None]
         while todo:
@@ -237,9 +237,9 @@ class GraphCalls:
         return seen
 
     def _convert_plain_gradients(self) -> None:
-        """A term over sharded parameters makes the loss a DTensor; what the model computed gets plain gradients.
+        """Give the model's outputs plain gradients if a term over sharded parameters makes the loss a DTensor.
 
-        A result is a DTensor if one of its operands is; what calls return is plain.
+        The result of an operation is a DTensor if an operand is; outputs of calls are plain.
         """
         groups = [
             group for call in self.calls if (module := call.module()) is not None for group in compat.groups_of(module)
@@ -257,7 +257,7 @@ class GraphCalls:
             todo.pop()
             if hasattr(node, "variable"):
                 spread[node] = isinstance(node.variable, DTensor)
-                if spread[node]:  # its gradient may be in the works of a reduction
+                if spread[node]:  # its gradient may be in a pending reduction
                     node.register_prehook(lambda _: compat.wait_for_reduced_gradients(groups))
             elif node not in spread:
                 plain = [child for child in children if not spread[child]]
@@ -274,7 +274,7 @@ class GraphCalls:
                     child.register_prehook(_plain_gradients)
 
     def _calls_before(self, number: int) -> Iterator[GroupCall]:
-        """The last call that had begun when a node was made, and those around it, innermost first."""
+        """Yield the last call begun before a node was recorded, and the calls around it, innermost first."""
         position = bisect.bisect_right(self.calls, number, key=lambda call: call.since) - 1
         call = self.calls[position] if position >= 0 else None
         while call is not None:
@@ -282,18 +282,18 @@ class GraphCalls:
             call = call.parent
 
     def _is_in_call(self, node: Any) -> bool:
-        """Whether a call made the node; those inside it are of no interest."""
+        """Whether a call recorded the node."""
         number = compat.sequence_number_of(node)
         return any(number < call.until for call in self._calls_before(number))
 
     def _calls_met(self) -> list[GroupCall]:
-        """The calls that made nodes of this backward, and the calls around them."""
+        """Return the calls that recorded nodes of this backward, and the calls around them."""
         numbers = map(compat.sequence_number_of, self._nodes())
         met = ((number, call) for number in numbers for call in self._calls_before(number))
         return list(dict.fromkeys(call for number, call in met if number < call.until or call in self._open))
 
     def _follow(self) -> None:
-        """Hook every node by which this backward enters a call, unless the hook of an output is there."""
+        """Hook all nodes where this backward enters a call, except outputs, which have the hook."""
         if self._is_followed:
             return
         self._is_followed = True
@@ -329,7 +329,7 @@ _OF_THREAD = threading.local()
 
 
 def graph_calls() -> GraphCalls:
-    """The calls of this thread."""
+    """Return the calls of this thread."""
     if not hasattr(_OF_THREAD, "calls"):
         _OF_THREAD.calls = GraphCalls()
     return _OF_THREAD.calls
@@ -337,7 +337,7 @@ def graph_calls() -> GraphCalls:
 
 @functools.cache
 def watch_backward() -> None:
-    """Observe every backward of this process before it runs."""
+    """Call `before_backward` and `after_backward` around every backward of this process."""
     ended: list[Callable[[], None]] = []
     is_followed = False
 

@@ -1,12 +1,12 @@
 """Sharded parameters in code outside the model: in a loss, a penalty, an average of weights.
 
-From the end of a forward to the next backward, step or forward, modules show their shards, also those of groups that
-stay unsharded for backward: `parameters()` has one kind of tensor, whose gradient is the one that an optimizer reads.
-torch refuses to compute with a DTensor and a plain tensor, and takes a plain one of one element for the same value on
-every rank, which a loss is not. In this time a DTensor that meets a plain tensor counts as its whole value. So does, in
-a forward, a parameter that code reaches while its group is sharded: in a generator, or from an object that kept it.
+From the end of a forward to the next backward, step or forward, all groups register their sharded parameters, even if
+they stay unsharded for backward: `parameters()` returns one kind of tensor, with the gradients that an optimizer uses.
+torch refuses to combine a DTensor with a plain tensor, and treats a plain one-element tensor as equal on all ranks,
+which a loss is not. During this time a DTensor combined with a plain tensor is replaced by its full value, and so is,
+in a forward, a parameter used while its group is sharded (in a generator, or from an object with a reference to it).
 
-`register_dtensor_handlers` handles operators that torch refuses for DTensors, or computes from the local tensor alone.
+`register_dtensor_handlers` handles operators that torch refuses for DTensors, or computes from the local tensor only.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ from shardwise.sharding.registry import described, users_line
 
 
 class WholeValue(torch.autograd.Function):
-    """The whole value of a DTensor, for a computation of this rank; its gradient is averaged over the ranks."""
+    """Full value of a DTensor for a computation on this rank; its gradient is averaged over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
-        """Gather it."""
+        """Gather the tensor."""
         ctx.like = tensor.detach()
         return full_tensor(ctx.like)  # pyrefly: ignore[bad-argument-type]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyrefly: ignore[bad-override]
-        """Average, and lay the mean out like the tensor."""
+        """Average the gradient, and shard it like the tensor."""
         like, mesh = ctx.like, ctx.like.device_mesh
         parts = DTensor.from_local(gradients[0] / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
         mean = parts.full_tensor()
@@ -59,7 +59,7 @@ class OutsideTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` on DTensors; on whole values where a plain tensor takes part, or torch knows no other way."""
+        """Call `func` on DTensors, or on full values if an argument is plain or DTensors do not support `func`."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__get__":
             return _call(func, args, kwargs, args[:1])
@@ -73,7 +73,7 @@ class OutsideTensor(DTensor):
             try:
                 return _call(func, args, kwargs, tensors)
             except (RuntimeError, NotImplementedError) as error:
-                # A rank without memory must not gather: the others do not.
+                # A rank that runs out of memory must not gather, because the other ranks do not.
                 if func in _BACKWARDS or isinstance(error, torch.OutOfMemoryError):
                     raise
         if any(use.is_in_forward for use in _OPEN):
@@ -82,7 +82,7 @@ class OutsideTensor(DTensor):
                 "method that uses them in ShardConfig.entry_points, or the module in ShardConfig.overrides",
                 stacklevel=2,
             )
-        return func(*change_tensors(args, _whole), **change_tensors(kwargs, _whole))  # DTensors cannot do this
+        return func(*change_tensors(args, _whole), **change_tensors(kwargs, _whole))  # not supported by DTensors
 
 
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -100,7 +100,7 @@ def _as_dtensors(tensors: Iterable[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_class(outside if _OPEN else (), OutsideTensor)  # a backward has ended the time
+        _set_class(outside if _OPEN else (), OutsideTensor)  # a backward may have ended outside use
 
 
 def _set_class(tensors: Iterable[Any], kind: type[DTensor]) -> None:
@@ -116,7 +116,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _COMPUTED: dict[int, weakref.ref[DTensor]] = {}
-"""By identity: what was computed from parameters of the class above."""
+"""Tensors computed from parameters of the class above, by identity."""
 
 
 def _call(func: Any, args: Any, kwargs: Any, tensors: Iterable[Any]) -> Any:
@@ -137,14 +137,14 @@ class OutsideUse:
     """The parameters of one root, between its forward and the next backward, step or forward."""
 
     def __init__(self, groups: Iterable[Any], others: Iterable[Any]) -> None:
-        """`others`: parameters that are in no group, at any time."""
+        """`others`: iterable over the current parameters outside all groups."""
         self.groups, self._others = tuple(groups), others
         self._parameters: list[Any] = []
         self._uses = 0
         self.is_in_forward = False
 
     def begin(self) -> None:
-        """Register the shards."""
+        """Register the sharded parameters."""
         self.is_in_forward = False
         for group in self.groups:
             if compat.is_unsharded(group):
@@ -180,7 +180,7 @@ class OutsideUse:
             _set_class(living, DTensor)
 
     def reshard_used(self) -> None:
-        """Reshard what stays unsharded for a backward that has not come, if its shards may have been written to."""
+        """Reshard groups kept unsharded for a backward that did not run, if their shards may have been written."""
         if ShardUses.count != self._uses:
             for group in self.groups:
                 if compat.is_unsharded(group):
@@ -188,7 +188,7 @@ class OutsideUse:
 
 
 def end_outside_use() -> list[Callable[[], None]]:
-    """End it for all models; returns what begins it again after a backward, which may also run inside of a forward."""
+    """End outside use for all models; return functions to resume it after a backward, possibly inside a forward."""
     ended = list(_OPEN)
     again = [use.begin_forward if use.is_in_forward else use.begin_again for use in ended]
     for use in ended:
@@ -205,19 +205,19 @@ _OF_SEVERAL = (
     _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.lerp.Scalar, _aten.mm.default, _aten.bmm.default,
     _aten.equal.default, _aten.maximum.default, _aten.minimum.default, _aten.where.self,
 )  # fmt: skip
-"""Operators on weights and averages of weights, in which plain tensors meet DTensors."""
+"""Operators on weights and averages of weights, with plain tensors and DTensors."""
 _OF_WHOLE = (_aten.index.Tensor, _aten._unique2.default)
-"""Beside those for which torch knows no way: these it refuses for some arguments, such as masks."""
+"""Operators that torch refuses for some arguments, such as masks, in addition to those without a sharding strategy."""
 
 
 @functools.cache
 def register_dtensor_handlers() -> None:
-    """Answer them for the whole tensor, in this process, from now on."""
+    """Register handlers of operators on DTensors, for the rest of this process."""
     for operator in (*compat.operators_without_strategy(), *_OF_WHOLE):
         answer = write_whole if operator._schema.is_mutable else compute_whole
         compat.answer_operator(operator, functools.partial(answer, operator))
     for operator in compat.in_place_operators():
-        if operator not in _OF_SEVERAL:  # those reduce by themselves: optimizers call them for each parameter
+        if operator not in _OF_SEVERAL:  # their handler reduces itself: optimizers call them for each parameter
             compat.answer_operator(operator, _reduce_first)
     compat.answer_operator(_aten._local_scalar_dense.default, _item)
     compat.answer_operator(_aten.index_put_.default, _write_masked)
@@ -234,17 +234,17 @@ def register_dtensor_handlers() -> None:
 
 
 def _meet_plain(operator: Any, is_written: bool, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """A DTensor and a plain tensor, which torch refuses: each rank writes its part, or computes with whole values.
+    """Combine a DTensor and a plain tensor, which torch refuses: write this rank's part, or compute with full values.
 
     Ranks:
-        Collective where the result is plain, or a partial value is written to.
+        Collective if the result is plain, or if a partial value is written to.
     """
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     first, others = tensors[0], tensors[1:]
     if is_written:
         _reduce(first)
         if type(first) is DTensor and all(_is_scalar_or_like(first, each) for each in others):
-            # Optimizers do this for each parameter; a second dispatch would take longer.
+            # Optimizers use this for each parameter; a second dispatch would be slower.
             operator(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
             return first
 
@@ -274,7 +274,7 @@ def _meet_plain(operator: Any, is_written: bool, plain: Callable[[], Any], args:
 
 
 def _is_scalar_or_like(first: DTensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain number, or is sharded as `first` is and of its shape."""
+    """Whether a tensor is a plain scalar, or a DTensor with the shape and placements of `first`."""
     if type(tensor) is DTensor:
         return compat.spec_of(tensor) == compat.spec_of(first)
     return type(tensor) is torch.Tensor and tensor.ndim == 0
@@ -289,7 +289,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _data_ptr(tensor: DTensor) -> int:
-    """Of this rank's part; torch returns 0 for every DTensor, by which it knows one, and all would count as tied."""
+    """Return the address of this rank's part; torch needs its own value, 0, but other code would treat all as tied."""
     if sys._getframe(1).f_globals["__name__"].startswith("torch."):
         return 0
     local = local_tensor(tensor)  # if it is empty, its own address is 0
@@ -311,13 +311,13 @@ def _refuse_export(tensor: DTensor, name: str, *_: Any, **__: Any) -> None:
 
 
 def _item(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """Return a reduced value, which torch does not: `.item()` of a norm or a sum is this rank's term.
+    """Handle `.item()` of a norm or sum, for which torch returns this rank's term instead of the reduced value.
 
-    Some programs sum the terms over ranks themselves, others do not, and some call it on one rank only. Code of torch,
-    such as its optimizers, calls it on all ranks and means the full value.
+    Some programs sum the terms over ranks themselves, others do not, and some call it on one rank only. torch's own
+    code, such as its optimizers, calls it on all ranks and expects the full value.
 
     Ranks:
-        Collective where the value is sharded or partial.
+        Collective if the value is sharded or partial.
     """
     tensor = args[0]
     if all(placement.is_replicate() for placement in tensor.placements):
@@ -338,7 +338,7 @@ def _item(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
 
 
 def _is_asked_by_torch() -> bool:
-    """Whether the first caller beside DTensor's own code is a module of torch."""
+    """Whether the first caller outside DTensor's own code is in torch."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -349,12 +349,12 @@ def _is_asked_by_torch() -> bool:
 
 
 def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """`tensor[mask] = value`: torch knows no way, but a mask laid out like the tensor concerns each part by itself."""
+    """`tensor[mask] = value`, not supported by torch: a mask sharded like the tensor is applied to each part."""
     tensor, indices, value, *rest = args
     if all(each.is_replicate() for part in (tensor, *indices, value) for each in getattr(part, "placements", ())):
         local = [index if index is None else local_tensor(index) for index in indices]
         local_tensor(tensor).index_put_(local, local_tensor(value), *rest, **kwargs)
-        return tensor  # a scalar's mask, which torch has turned into plain indices
+        return tensor  # the mask of a scalar, which torch converted to plain indices
     mask = indices[0] if len(indices) == 1 else None
     is_laid_out_alike = isinstance(mask, DTensor) and mask.dtype == torch.bool and mask.placements == tensor.placements
     if mask is None or not is_laid_out_alike or mask.shape != tensor.shape or value.numel() != 1:
@@ -370,7 +370,7 @@ def _reduce_first(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
 
 
 def _reduce(written: Any) -> None:
-    """`norm.square_()`, `F.normalize`: torch refuses to write to what is still to be reduced, or writes each term."""
+    """`norm.square_()`, `F.normalize`: torch refuses to write to partial values, or writes each term."""
     for placement in getattr(written, "placements", ()):
         if placement.is_partial():
             compat.reduce_in_place(written)
@@ -378,14 +378,14 @@ def _reduce(written: Any) -> None:
 
 
 def _eye(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """`nn.init.eye_`: torch makes every rank's part the whole matrix."""
+    """`nn.init.eye_`: torch treats every rank's part as the full matrix."""
     tensor = kwargs["out"]
     local_tensor(tensor).copy_(local_part(torch.eye(*tensor.shape, dtype=tensor.dtype, device=tensor.device), tensor))
     return tensor
 
 
 def _draw(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """Random numbers on CPUs: from generators in the same state every rank would draw the same ones for its part."""
+    """Random numbers on CPUs: with equal generator states, all ranks would draw the same numbers for their parts."""
     tensor = args[0]
     local = local_tensor(tensor)
     if local.device.type != "cpu" or all(placement.is_replicate() for placement in tensor.placements):

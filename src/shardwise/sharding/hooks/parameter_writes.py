@@ -16,11 +16,11 @@ from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
 
 _MARK = "_shardwise_sharded"
 _VERSION = "_shardwise_version"
-"""On an unsharded parameter: its version when it was unsharded; -1: its `.data` was handed out since."""
+"""Attribute of an unsharded parameter: its version at unsharding, or -1 if its `.data` was accessed since."""
 
 
 class ShardUses:
-    """How often shards were used while a group may still be unsharded: they may have been written to."""
+    """Number of uses of shards while a group may be unsharded, which may have been writes."""
 
     count = 0
 
@@ -28,9 +28,9 @@ class ShardUses:
 def watch_writes(model: nn.Module) -> None:
     """Preserve writes to the model's parameters, sharded or unsharded; idempotent.
 
-    FSDP2 frees an unsharded parameter and all that forward wrote into it (a logit scale that is clamped, a teacher that
-    is moved); each write is copied into the shard first. `parameter.data = value` copies the values: torch would
-    change the wrapper of a DTensor only, and the group would gather the old values into other memory.
+    FSDP2 frees an unsharded parameter with all values written by forward, such as a clamped logit scale; writes are
+    copied to the shard first. `parameter.data = value` copies the values: torch would only change the wrapper of a
+    DTensor, and the group would still all-gather the old values.
     """
     _watch_data()
     for parameter in model.parameters():
@@ -44,12 +44,12 @@ def watch_writes(model: nn.Module) -> None:
 
 
 def is_watched(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a sharded one of a model that shardwise has sharded."""
+    """Whether a tensor is a sharded parameter of a model sharded by shardwise."""
     return _MARK in parameter.__dict__
 
 
 def is_of_group(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter of a group that shardwise has made, sharded or unsharded."""
+    """Whether a tensor is a sharded or unsharded parameter of a group created by shardwise."""
     return _MARK in tensor.__dict__ or _VERSION in tensor.__dict__
 
 
@@ -60,7 +60,7 @@ def _watch_data() -> None:
 
 
 def _refuse_replaced(group: Any) -> None:
-    """Raise where a module's parameter was replaced or taken away since it was sharded: FSDP2 would ignore that."""
+    """Raise if a module's parameter was replaced or removed after sharding, which FSDP2 would ignore."""
     for record in compat.parameter_records([group]):
         for module, name in compat.places_of(record):
             if module._parameters.get(name) is not compat.sharded_parameter(record):
@@ -68,7 +68,7 @@ def _refuse_replaced(group: Any) -> None:
 
 
 def _check_adopted(record: Any) -> None:
-    """Raise where FSDP2 could not take what is registered for the shard; `model.double()` gives it another dict."""
+    """Raise if the registered tensor cannot be FSDP2's shard; `model.double()` replaces the parameter's dict."""
     module, name = compat.places_of(record)[0]
     registered, shard = module._parameters.get(name), compat.sharded_parameter(record)
     if not isinstance(registered, DTensor) or registered.shape != shard.shape:
@@ -92,7 +92,7 @@ def _note_versions(group: Any) -> None:
 
 
 def write_back(group: Any) -> None:
-    """Copy writes to unsharded parameters to the shards, before the former are freed or hidden."""
+    """Copy writes to unsharded parameters to the shards, before the unsharded parameters are freed or replaced."""
     is_written = False
     for parameter, sharded in zip(compat.unsharded_parameters(group), compat.sharded_parameters(group), strict=True):
         if parameter.__dict__.get(_VERSION, 0) != (0 if parameter.is_inference() else parameter._version):
@@ -105,9 +105,9 @@ def write_back(group: Any) -> None:
 
 @torch.no_grad()
 def _copy_changes(parameter: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Only values that differ: the others were perhaps rounded to the dtype of computation."""
+    """Copy only changed values: the others may have been rounded to the compute dtype."""
     if compat.extension_of(sharded) is not None:
-        parameter.__dict__[_VERSION] = parameter._version  # said once: the group can be resharded after this
+        parameter.__dict__[_VERSION] = parameter._version  # raise only once, so that the group can be resharded
         raise ShardError(
             f"a parameter of shape {list(parameter.shape)} was written to while it was unsharded",
             where=type(local_tensor(sharded)).__name__,
@@ -121,8 +121,8 @@ def _copy_changes(parameter: nn.Parameter, sharded: nn.Parameter) -> None:
 
 
 _HANDED_OUT: dict[int, dict[int, weakref.ref[Any]]] = {}
-"""By the address of a shard, what `.data` has returned of it, by identity. A weak reference to the parameter itself
-would stop torch from swapping it (`model.to(device)`)."""
+"""Tensors returned by `.data` of a shard, by address of the shard and by identity. A weak reference to the parameter
+itself would prevent torch from swapping it (`model.to(device)`)."""
 
 
 def _hand_out_shard(parameter: DTensor, data: torch.Tensor) -> None:
@@ -134,11 +134,11 @@ def _hand_out_shard(parameter: DTensor, data: torch.Tensor) -> None:
 
 def _hand_out(parameter: nn.Parameter, _: torch.Tensor) -> None:
     if _VERSION in parameter.__dict__:
-        parameter.__dict__[_VERSION] = -1  # a write through `.data` leaves no trace
+        parameter.__dict__[_VERSION] = -1  # writes through `.data` do not change the version
 
 
 def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Copy the values in place; False leaves a parameter that is not ours to torch."""
+    """Copy the values in place; return False for other parameters, which torch handles."""
     if _VERSION not in parameter.__dict__:
         return False
     _refuse_other_kind(parameter, value)
@@ -148,16 +148,16 @@ def _assign_unsharded(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 
 
 def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
-    """Copy the values in place; False leaves it to torch, where it is not ours and of another kind.
+    """Copy the values in place; return False for other tensors, which torch handles.
 
     Ranks:
-        Collective where the value is laid out otherwise.
+        Collective if the value has other placements.
     """
     ShardUses.count += 1
     if is_watched(tensor):
         _refuse_other_kind(tensor, value)
     elif isinstance(tensor, nn.Parameter):
-        return False  # of a model that was sharded by hand
+        return False  # of a model sharded by hand
     elif value.shape != tensor.shape or value.dtype != tensor.dtype or any(p.is_partial() for p in tensor.placements):
         return False
     local = local_tensor(tensor)
@@ -167,7 +167,7 @@ def _assign_sharded(tensor: DTensor, value: torch.Tensor) -> bool:
     if not local.is_meta and own.data_ptr() != local.data_ptr():
         for data in [reference() for reference in _HANDED_OUT.pop(local.data_ptr(), {}).values()]:
             if data is not None and local_tensor(data).data_ptr() == local.data_ptr():
-                compat.copy_memory(data)  # as when two tensors exchange their `.data`
+                compat.copy_memory(data)  # two tensors may be exchanging their `.data`
         with torch.no_grad():
             local.copy_(own)
     return True
@@ -185,22 +185,22 @@ def _refuse_other_kind(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 class LocalValue(torch.autograd.Function):
-    """The local tensor of a replicated DTensor, which may be written to in place; the view of `to_local` may not."""
+    """Local tensor of a replicated DTensor that allows in-place writes, unlike the view of `to_local`."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
-        """An alias of the local tensor that autograd does not know as a view."""
+        """Return an alias of the local tensor that is not a view for autograd."""
         ctx.layout = parameter.device_mesh, parameter.placements
         return local_tensor(parameter).data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradient, laid out like the parameter."""
+        """Return the gradient with the placements of the parameter."""
         return DTensor.from_local(gradients[0], *ctx.layout, run_check=False)
 
 
 def keep_assigned(shown: torch.Tensor, parameter: DTensor) -> None:
-    """Copy back what `shown.data = value` put into other memory."""
+    """Copy values assigned by `shown.data = value` back to the parameter."""
     local = local_tensor(parameter)
     if shown.data_ptr() != local.data_ptr():
         with torch.no_grad():

@@ -1,8 +1,8 @@
 """Writes to a part of a sharded parameter: `weight[2] = 0`, `weight[3:5].mul_(2)`, `weight.index_fill_(...)`.
 
-Where a view cuts across the ranks' parts, torch answers with a copy, and what is written to it is lost silently; other
-writes it refuses. Here such a copy knows what it is a view of: it is written on the whole value, and every rank keeps
-its part. All ranks must write the same.
+If a view spans parts of several ranks, torch returns a copy, so that writes to it are silently lost; other writes
+raise. Here such a copy records the viewed parameter: a write is applied to the full value, and each rank keeps its
+part. All ranks must write the same values.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ _VIEWS = (
 _WRITES = (
     _aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.scatter_.value, _aten.scatter_.src,
 )  # fmt: skip
-"""Beside those for which torch knows no way at all."""
+"""Writes that torch supports only for some arguments, in addition to those without a sharding strategy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ViewOrigin:
-    """Which parameter a tensor is a view of, and the views that lead to it."""
+    """Viewed parameter of a tensor, and the view operations from one to the other."""
 
     parameter: DTensor
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The same view of the whole value."""
+        """Return the same view of the full value."""
         for view in self.views:
             whole = view(whole)
         return whole
 
 
 _ORIGINS: dict[int, tuple[weakref.ref[DTensor], ViewOrigin]] = {}
-"""By identity, not as attributes, which torch would save with a state dict."""
+"""Origins by identity; torch would save attributes with a state dict."""
 
 
 class ShardView(DTensor):
-    """A copy of a part of a sharded parameter, which stands for that part where it is written to."""
+    """A copy of a part of a sharded parameter; writes to it are applied to the parameter."""
 
     __slots__ = ()
     is_dispatched: ClassVar[bool] = False
-    """Whether torch calls the function below; torch 2.11 treats every subclass as a DTensor."""
+    """Whether torch calls `__torch_dispatch__`; torch 2.11 treats all subclasses as DTensors."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Write to the parameter; look at a part of the part; read as any DTensor, or whole beside plain tensors."""
+        """Write to the parameter, view the view, or compute: on DTensors, or on full values with plain tensors."""
         ShardView.is_dispatched = True
         kwargs = kwargs or {}
         tensors = find_tensors((args, kwargs))
@@ -83,7 +83,7 @@ class ShardView(DTensor):
                 view.__class__ = ShardView
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        """Be saved as a DTensor."""
+        """Pickle as a DTensor."""
         return _as_dtensor(self, lambda: self.__reduce_ex__(proto))
 
 
@@ -98,22 +98,22 @@ def watch_views() -> None:
 
 
 def write_whole(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """Write in place as torch does, or where it cannot, on the whole value.
+    """Write in place with torch's DTensors, or on the full value if they do not support it.
 
     Ranks:
-        Collective where torch cannot.
+        Collective for the full value.
     """
     if type(args[0]) is not ShardView and all(isinstance(each, DTensor) for each in find_tensors((args, kwargs))):
         try:
             return plain()
         except (RuntimeError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError):
-                raise  # the others do not gather
+                raise  # the other ranks do not gather
     return _write(operator, args, kwargs)
 
 
 def _write(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Do it on the whole value of the parameter; keep this rank's part of the result."""
+    """Apply an operator to the full value of the parameter; keep this rank's part of the result."""
     written = args[0]
     if not isinstance(written, DTensor):
         return operator(written, *change_tensors(args[1:], _whole), **change_tensors(kwargs, _whole))
@@ -127,7 +127,7 @@ def _write(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
-    """View as torch does; note of what, where it can be written to."""
+    """View with torch; record the origin of a view that can be written to."""
     source = args[0]
     origin = ViewOrigin(source) if is_watched(source) else _origin_of(source)
     if origin is None or source.is_meta:
@@ -156,7 +156,7 @@ def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> An
 
 
 def _watch_writes(view: ShardView) -> None:
-    """See to it that writes to views are noticed, where torch does not call the class of the first one."""
+    """Handle writes to views in torch versions that do not call `__torch_dispatch__`."""
     if ShardView.is_dispatched or _WATCHED:
         return
     _aten.clone.default(view)
@@ -173,7 +173,7 @@ def _watch_writes(view: ShardView) -> None:
 
 
 _WATCHED: set[Any] = set()
-"""In-place operators that ask whether they write to a view."""
+"""In-place operators with a handler that checks for views."""
 
 
 def _origin_of(tensor: torch.Tensor) -> ViewOrigin | None:
@@ -182,7 +182,7 @@ def _origin_of(tensor: torch.Tensor) -> ViewOrigin | None:
 
 
 def of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator makes of whole values, the same on every rank.
+    """Apply an operator to full values; the result is the same on every rank.
 
     Ranks:
         Collective.
@@ -195,10 +195,10 @@ def of_whole(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def compute_whole(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """Compute with whole values where torch cannot with parts.
+    """Compute with DTensors, or with full values if torch does not support them.
 
     Ranks:
-        Collective where torch cannot.
+        Collective for full values.
     """
     try:
         return plain()
@@ -211,7 +211,7 @@ def compute_whole(operator: Any, plain: Callable[[], Any], args: Any, kwargs: An
 
 
 def refuse_gradient(what: str, tensors: Iterable[torch.Tensor], why: str) -> None:
-    """Raise if autograd would record a computation that has no gradient over the ranks."""
+    """Raise if autograd would record a computation without a gradient over the ranks."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         raise ShardError(
             what,
@@ -233,7 +233,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_dtensor(tensor: Any, function: Callable[[], Any]) -> Any:
-    """Call a function while `tensor` is a DTensor like others."""
+    """Call a function with `tensor` as a regular DTensor."""
     kind, tensor.__class__ = tensor.__class__, DTensor
     try:
         return function()

@@ -1,4 +1,4 @@
-"""Compare the order of collectives between ranks while a sharded model runs, and raise where it differs."""
+"""Compare the order of collectives between ranks while a sharded model runs, and raise if it differs."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from shardwise.sharding.repointing import around_steps
 _ATTRIBUTE = "_shardwise_watch"
 _PATIENCE_SECONDS = 60.0
 _TRACERS: dict[tuple[int, ...], tuple[weakref.ref[Any], CollectiveTracer]] = {}
-"""By global ranks: the default process group at the time, and the tracer of all models that these ranks run."""
+"""By global ranks: the default process group, and the tracer of all models of these ranks."""
 
 
 class Watch:
     """Comparison of one model's ranks until `stop` is called or the model is deleted.
 
     Args:
-        model: Sharded.
-        tracers: One for each set of ranks that its collectives are between; other models may use them too.
-        undo: Functions that take the hooks away.
+        model: The sharded model.
+        tracers: One per set of ranks of its collectives; other models may share them.
+        undo: Functions that remove the hooks.
     """
 
     def __init__(self, model: nn.Module, tracers: list[CollectiveTracer], undo: list[Callable[[], None]]) -> None:
         self.tracers = tracers
         self.stop = weakref.finalize(model, _stop, tracers, undo)
-        """Stop; with its last model a tracer tells the other ranks that this one will not come any more."""
+        """Stop; when its last model stops, a tracer reports to other ranks that this rank has finished."""
 
 
 def _stop(tracers: list[CollectiveTracer], undo: list[Callable[[], None]]) -> None:
@@ -59,18 +59,18 @@ def watch(
 ) -> Watch:
     """Compare the ranks' collectives and optimizer steps from now on; replaces an earlier watch of the model.
 
-    Collectives are compared between the ranks that take part in them: those of a shard group, and for the reduction of
-    gradients those of a replica group. Replicas may evaluate on their own. Models of the same ranks have one order.
+    Collectives are compared between participating ranks: the ranks of a shard group, and for gradient reduction the
+    ranks of a replica group. Replicas may evaluate independently. Models of the same ranks share one order.
 
     Args:
         model: Sharded by shardwise or by hand.
-        patience: Seconds without progress after which a waiting rank reports whom it waits for. Default: a minute, or
-            what was asked for with another model of these ranks.
-        machine: The name of this machine; ranks of the same name share memory. Default: detected.
-        report: Called with messages about ranks that are late or diverge; default: print to standard error.
+        patience: Seconds without progress after which a waiting rank reports the ranks it waits for. Default: a
+            minute, or the value used for another model of these ranks.
+        machine: Name of this machine; ranks with the same name share memory. Default: detected.
+        report: Called with messages about late or diverging ranks; default: print to standard error.
 
     Raises:
-        ShardError: The ranks of a machine cannot share memory, or have come here with different models.
+        ShardError: The ranks of a machine cannot share memory, or called this with different models.
 
     Ranks:
         Collective.
@@ -117,7 +117,7 @@ def watch(
 
 
 def _open_tracer(process_group: Any, ranks: tuple[int, ...], machine: str | None) -> CollectiveTracer:
-    """The tracer of these ranks; with new traces where one of them has no model any more, or has found an error.
+    """Return the tracer of these ranks, with new traces if one of them has no model left or found an error.
 
     Ranks:
         Collective over the process group.
@@ -141,7 +141,7 @@ def _open_tracer(process_group: Any, ranks: tuple[int, ...], machine: str | None
 
 
 def watch_by_default(model: nn.Module) -> None:
-    """Watch a model that shardwise has sharded; where ranks cannot share memory, report that and continue without.
+    """Watch a model sharded by shardwise; if ranks cannot share memory, report that and continue without.
 
     Ranks:
         Collective.
@@ -155,7 +155,7 @@ def watch_by_default(model: nn.Module) -> None:
 
 @contextmanager
 def paused(model: nn.Module) -> Iterator[None]:
-    """Within the block, no collectives of the model are traced: they are not real ones."""
+    """Trace no collectives of the model in the context, where they are not executed."""
     existing: Watch | None = model.__dict__.get(_ATTRIBUTE)
     tracers = existing.tracers if existing is not None else []
     for tracer in tracers:
@@ -170,7 +170,7 @@ def paused(model: nn.Module) -> Iterator[None]:
 def watch_group(
     group: Any, tracer: CollectiveTracer, number: int, replicas: tuple[CollectiveTracer, int] | None = None
 ) -> Callable[[], None]:
-    """Trace a group's collectives, reductions also between replicas; return a function that stops it."""
+    """Trace a group's collectives, including reductions between replicas; return a function that stops tracing."""
     tracers = [(tracer, number)] if replicas is None else [(tracer, number), replicas]
     events: dict[tuple[CollectiveKind, int], list[int]] = {}
     write, reference = tracer.write, weakref.ref(group)
@@ -198,7 +198,7 @@ def watch_group(
 
 
 def _watch_steps(numbers: dict[CollectiveTracer, list[int]], groups: list[Any]) -> Callable[[], None]:
-    """Count the optimizer steps of this model, and keep mixed-up gradients out of them; returns what stops it."""
+    """Trace the model's optimizer steps, and keep mixed-up gradients out of them; return a function that stops it."""
     events: dict[Any, list[int]] = {}
 
     def before(places: tuple[tuple[int, int], ...]) -> None:

@@ -1,4 +1,4 @@
-"""Attention over sequences that are divided over the ranks of the mesh axis `context`, and how they are divided."""
+"""Attention over sequences split over the mesh axis `context`, and the layout of these sequences."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TOKENS = ("input_ids", "inputs_embeds", "tokens", "x")
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Which positions of a sequence each rank of the context axis has.
+    """Assignment of sequence positions to the ranks of the context axis.
 
-    A sequence of n ranks is n chunks, or 2n where it is balanced: rank i has chunks i and 2n - 1 - i. Under a causal
-    mask late positions see more keys than early ones, and each rank then has as much to compute as the others.
+    A sequence on n ranks has n chunks, or 2n if balanced: rank i has chunks i and 2n - 1 - i. With a causal mask, later
+    positions attend to more keys than earlier ones; balancing gives all ranks the same amount of computation.
     """
 
     num_ranks: int
@@ -36,19 +36,19 @@ class SequenceLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of a sequence, over all ranks."""
+        """Number of chunks of a sequence, over all ranks."""
         return self.num_ranks * (2 if self.balanced else 1)
 
     def chunks(self, rank: int | None = None) -> tuple[int, ...]:
-        """The chunks of a rank (default: this one), in the order in which it has them."""
+        """Return the chunks of a rank (default: this one), in local order."""
         rank = self.rank if rank is None else rank
         return (rank, self.num_chunks - 1 - rank) if self.balanced else (rank,)
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """The positions of this rank's tokens in a sequence of `length` tokens.
+        """Return the positions of this rank's tokens in a sequence of `length` tokens.
 
         Raises:
-            ConfigError: The length cannot be divided.
+            ConfigError: The length cannot be split over the ranks.
         """
         size, rest = divmod(length, self.num_chunks)
         if rest or not size:
@@ -64,7 +64,7 @@ class SequenceLayout:
         return torch.cat([first + chunk * size for chunk in self.chunks()])
 
     def in_order(self, gathered: Tensor) -> Tensor:
-        """What all ranks have, concatenated by rank along dim 0, in the order of the sequence."""
+        """Reorder parts of all ranks, concatenated along dim 0, to sequence order."""
         if not self.balanced:
             return gathered
         held = [chunk for rank in range(self.num_ranks) for chunk in self.chunks(rank)]
@@ -75,23 +75,23 @@ class SequenceLayout:
 def split_sequences(
     batch: Mapping[str, Any], *, mesh: DeviceMesh | None = None, balanced: bool = True
 ) -> dict[str, Any]:
-    """This rank's part of each sequence in a batch, along the mesh axis `context`.
+    """Return this rank's part of each sequence in a batch, along the mesh axis `context`.
 
-    Every tensor whose second dimension is the sequence (tokens, labels, document ids, a two-dimensional attention mask)
-    is divided alike, and `position_ids` are added where the batch has none. All ranks of a context group must pass the
-    same batch. Labels must be shifted already, as `labels[i]` follows `input_ids[i]`; a transformers model that is
-    given `labels` of the tokens themselves gets them shifted across the ranks.
+    All tensors with the sequence as second dimension (tokens, labels, document ids, a two-dimensional attention mask)
+    are split the same way, and `position_ids` are added if absent. All ranks of a context group must pass the same
+    batch. Labels must already be shifted, so that `labels[i]` follows `input_ids[i]`; for a transformers model with
+    unshifted `labels`, they are shifted across the ranks.
 
     Args:
-        batch: Tensors (rows, length, ...) by name; others pass as they are.
-        mesh: Of the model. One without a context axis leaves the batch as it is.
+        batch: Tensors (rows, length, ...) by name; other values are returned unchanged.
+        mesh: Mesh of the model. Without a context axis the batch is returned unchanged.
         balanced: As in `ShardConfig.context`.
 
     Returns:
-        The batch to call the model with, and to take the loss of.
+        The batch for the model and the loss.
 
     Raises:
-        ConfigError: The length cannot be divided over the axis, or the batch holds no sequences.
+        ConfigError: The length cannot be split over the axis, or the batch has no sequences.
 
     Ranks:
         Local.
@@ -115,7 +115,7 @@ def split_sequences(
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor:
-    """The tensor that says how long sequences are."""
+    """Return the tensor that determines the sequence length."""
     named = [batch[name] for name in _TOKENS if isinstance(batch.get(name), Tensor)]
     found = next((value for value in (*named, *batch.values()) if isinstance(value, Tensor) and value.ndim >= 2), None)
     if found is None:
@@ -133,7 +133,7 @@ _PLAIN_BLOCK_SPARSE = attention.block_sparse_attention
 
 
 class WrongAttention(Exception):
-    """Attention that context parallelism cannot compute: what it does."""
+    """Attention that context parallelism does not support; the message says why."""
 
 
 class _AllGather(torch.autograd.Function):
@@ -159,8 +159,8 @@ class WholeSequenceAttention:
     """`scaled_dot_product_attention` of this rank's queries with the keys and values of all ranks.
 
     Args:
-        group: Of the context axis.
-        layout: Of the sequences.
+        group: Process group of the context axis.
+        layout: Layout of the sequences.
     """
 
     def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout) -> None:
@@ -177,10 +177,10 @@ class WholeSequenceAttention:
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        """The rows of this rank's queries.
+        """Return the attention output for this rank's queries.
 
         Raises:
-            WrongAttention: Keys or mask are not those of this rank's part of the sequence.
+            WrongAttention: Keys or mask do not match this rank's part of the sequence.
         """
         keys, values = self.gather_keys(query, key, value, attn_mask)
         if attn_mask is not None or not is_causal:
@@ -191,13 +191,13 @@ class WholeSequenceAttention:
         size = query.shape[-2] // len(chunks)
         rows = []
         for chunk, queries in zip(chunks, query.split(size, dim=-2), strict=True):
-            end = (chunk + 1) * size  # what lies further on is masked
+            end = (chunk + 1) * size  # later positions are masked
             mask = torch.ones(size, end, dtype=torch.bool, device=query.device).tril(end - size)
             rows.append(_PLAIN_ATTENTION(queries, keys[..., :end, :], values[..., :end, :], mask, dropout_p, **options))
         return torch.cat(rows, dim=-2)
 
     def causal_mask(self, query: Tensor) -> BlockMask:
-        """Of this rank's queries, for flex_attention."""
+        """Return the causal mask of this rank's queries, for flex_attention."""
         length = query.shape[-2]
         if length not in self.causal_masks:
             whole = length * self.layout.num_ranks
@@ -207,11 +207,11 @@ class WholeSequenceAttention:
     def block_sparse(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None
     ) -> Tensor:
-        """The same by flex_attention."""
+        """Return the same output, computed by flex_attention."""
         return _PLAIN_BLOCK_SPARSE(query, *self.gather_keys(query, key, value, mask), mask, scale)
 
     def gather_keys(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values of all ranks, in the order of the sequence."""
+        """Return the keys and values of all ranks, in sequence order."""
         local, num_chunks = query.shape[-2], len(self.layout.chunks())
         if key.shape[-2] != local:
             raise WrongAttention(f"attends from {local} positions to {key.shape[-2]}")
@@ -225,12 +225,12 @@ class WholeSequenceAttention:
         return self.gather(key, -2), self.gather(value, -2)
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """The tensor of the whole sequence, from this rank's part of it."""
+        """All-gather the tensor of the full sequence."""
         return self.layout.in_order(_AllGather.apply(part.movedim(dim, 0), self.group)).movedim(0, dim)
 
     def places(self, model: nn.Module) -> list[tuple[Any, str, Callable[..., Tensor]]]:
-        """Where the model's code finds an attention function: module, name, and what stands there instead."""
-        attend = self.__call__  # one object: a compiler asks whether it is the same as the last time
+        """Return module, name and replacement of each attention function that the model's code uses."""
+        attend = self.__call__  # one object, because compilers guard on its identity
         places: list[tuple[Any, str, Callable[..., Tensor]]] = [
             (F, "scaled_dot_product_attention", attend),
             (attention, "block_sparse_attention", self.block_sparse),

@@ -1,7 +1,7 @@
-"""Context parallelism: each sequence is divided over the ranks of the mesh axis `context`.
+"""Context parallelism: each sequence is split over the ranks of the mesh axis `context`.
 
-A rank runs the model on its part of every sequence. Only attention looks at other positions: there keys and values are
-all-gathered (their gradients reduce-scattered), and the rank computes the rows of its own queries.
+A rank runs the model on its part of every sequence. Only attention uses other positions: keys and values are
+all-gathered (their gradients reduce-scattered), and each rank computes the output for its own queries.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class ContextParallel:
     """The context axis of one model, for its forward and its attention.
 
     Args:
-        model: Called with parts of sequences, as `split_sequences` makes them.
-        blocks: FQN to module: those in which attention is computed.
-        mesh: All ranks that share the model.
-        how: What the plan says: `balanced`, `verify`.
+        model: Model called with parts of sequences, as returned by `split_sequences`.
+        blocks: Modules that compute attention, by FQN.
+        mesh: All ranks of the model.
+        how: Options of the plan: `balanced`, `verify`.
     """
 
     running_part: ClassVar[SequencePart | None] = None
-    """What the context-parallel forward that is running was called with."""
+    """Arguments of the running context-parallel forward."""
 
     def __init__(
         self, model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, how: Collection[str]
@@ -61,21 +61,21 @@ class ContextParallel:
         self.attention = WholeSequenceAttention(self.group, self.layout)
         self.gather = self.attention.gather
         self.replaced = self.attention.places(model)
-        """Modules and names of functions that are replaced while a block runs."""
+        """Modules and names of functions to replace while a block runs."""
         self.is_on = True
         self.must_verify = "verify" in how
         self.is_verifying = False
         self.passing: Passing | None = None
-        """Of the pipeline stage that the model is."""
+        """Tensors passed between pipeline stages, if the model is a stage."""
         self.signature = inspect.signature(model.forward)
 
     def takes(self, name: str) -> bool:
-        """Whether the model's forward takes an argument."""
+        """Whether the model's forward has this argument."""
         parameters = self.signature.parameters
         return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def arguments(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """The arguments of a call by name."""
+        """Return the arguments of a call by name."""
         bound = self.signature.bind_partial(*args, **kwargs)
         names = {p.kind: name for name, p in self.signature.parameters.items()}
         rest = bound.arguments.pop(names.get(inspect.Parameter.VAR_KEYWORD, ""), {})
@@ -83,7 +83,7 @@ class ContextParallel:
 
 
 def apply_context_parallel(model: nn.Module, planned: Sequence[ParallelModule], mesh: DeviceMesh) -> None:
-    """Let the attention of the planned blocks see whole sequences.
+    """Make the attention of the planned blocks use full sequences.
 
     Ranks:
         Local. The forwards communicate over the context axis.
@@ -100,13 +100,13 @@ def apply_context_parallel(model: nn.Module, planned: Sequence[ParallelModule], 
 
 
 def replace_root_forward(model: nn.Module) -> None:
-    """Prepare the inputs of each forward of a context-parallel model; after sharding, which replaces it too."""
+    """Prepare the inputs of each forward of a context-parallel model; called after sharding, which also replaces it."""
     if (state := context_of(model)) is not None:
         model.forward = PartForward(state, model.forward)
 
 
 class PartForward(ReplacedForward):
-    """The model's forward with the positions, masks and documents of its part of the sequence."""
+    """The model's forward with the positions, masks and documents of this rank's part of the sequence."""
 
     def __init__(self, state: ContextParallel, forward: Callable[..., Any]) -> None:
         super().__init__(forward)
@@ -133,13 +133,13 @@ class PartForward(ReplacedForward):
 
 
 def context_of(model: nn.Module) -> ContextParallel | None:
-    """The context axis of a model, if it has one."""
+    """Return the context-parallel state of a model, if any."""
     return model.__dict__.get(_STATE)
 
 
 @contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Call the model with unsplit sequences inside the block, equal on the ranks of a context group.
+    """Call the model with unsplit sequences in the context, equal on all ranks of a context group.
 
     Ranks:
         Local; the same on every rank.
@@ -156,10 +156,10 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 
 
 class ContextForward(ReplacedForward):
-    """A block's forward whose attention sees whole sequences.
+    """A block's forward with attention over full sequences.
 
-    One stands inside what recomputes the block, so that the recomputation does the same, and one outside of what
-    compiles it: a compiler follows the functions that are in place when it is called.
+    One is inside the recomputation of the block, so that the recomputation does the same, and one is outside of its
+    compilation, because a compiler traces the functions in place at the call.
     """
 
     def __init__(self, state: ContextParallel, name: str, forward: Callable[..., Any]) -> None:
@@ -197,11 +197,11 @@ def _error(block: str, what: str) -> ShardError:
 
 
 class SequencePart:
-    """The arguments of one forward, made for this rank's part of the sequence.
+    """Arguments of one forward for this rank's part of the sequence.
 
     Args:
-        state: The model's.
-        given: What the model was called with, by name.
+        state: Context-parallel state of the model.
+        given: Arguments of the model's call by name.
     """
 
     def __init__(self, state: ContextParallel, given: Mapping[str, Any]) -> None:
@@ -211,9 +211,9 @@ class SequencePart:
         self.whole_length = self.length * state.layout.num_ranks
         self.positions = state.layout.positions(self.whole_length, tokens.device)
         self.documents: Tensor | None = None
-        """Document of each token of the whole sequence, for masks that transformers makes."""
+        """Document of each token of the full sequence, for masks of transformers."""
         self.padding: Tensor | None = None
-        """Which tokens of the whole sequence are real, if not all."""
+        """Mask of the full sequence's tokens without padding; None without padding."""
         if self.arguments.get("position_ids") is None:
             self.arguments["position_ids"] = self.positions.expand(self.num_rows, -1)
         if _is_transformers(state.model):
@@ -234,15 +234,15 @@ class SequencePart:
         self.arguments["query_positions"] = self.positions
 
     def _prepare_transformers(self, tokens: Tensor) -> None:
-        """Find documents and padding of the whole sequence; transformers would look for them in the part."""
+        """Find documents and padding of the full sequence; transformers would only use this rank's part."""
         arguments, gather = self.arguments, self.state.gather
         mask = arguments.get("attention_mask")
         if mask is None:
             positions = gather(arguments["position_ids"].expand(self.num_rows, -1), 1)
-            starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1  # as transformers finds them
+            starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1  # as in transformers
             if bool(starts.any()):
                 self.documents = starts.cumsum(1)
-            # With a mask, even of ones, transformers does not look for documents itself.
+            # With any mask, transformers does not search for documents itself.
             arguments["attention_mask"] = torch.ones(self.num_rows, self.length, dtype=torch.bool, device=tokens.device)
         elif mask.ndim != 2:
             raise ShardError(
@@ -260,7 +260,7 @@ class SequencePart:
             self._shift_labels()
 
     def _shift_labels(self) -> None:
-        """Labels are the tokens: shift them across ranks, and count those of all ranks, as transformers' loss would."""
+        """Shift labels across ranks, and count the labels of all ranks, as transformers' loss does."""
         labels = self.state.gather(self.arguments["labels"], 1)
         shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
         self.arguments["shift_labels"] = shifted[:, self.positions]
@@ -274,7 +274,7 @@ def _is_transformers(model: nn.Module) -> bool:
 
 @functools.cache
 def _watch_transformers_masks() -> None:
-    """Make transformers' masks for this rank's queries and all keys, while a context-parallel forward is running."""
+    """Create transformers' masks for this rank's queries and all keys during a context-parallel forward."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     plain = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -287,7 +287,7 @@ def _watch_transformers_masks() -> None:
 
 
 def _mask_of_part(part: SequencePart, plain: Callable[..., Tensor | None], options: dict[str, Any]) -> Tensor | None:
-    """What transformers' `sdpa_mask` would make for the whole sequence, of the rows of this rank."""
+    """Return this rank's rows of the mask that transformers' `sdpa_mask` creates for the full sequence."""
     rule, size = options["mask_function"], options.get("local_size")
     odd = [t for t in _captured_tensors(rule) if t.ndim > 1 and t.shape[-1] == part.length]
     lengths = options["q_length"], options["kv_length"], options.get("q_offset", 0), options.get("kv_offset", 0)
@@ -314,7 +314,7 @@ def _mask_of_part(part: SequencePart, plain: Callable[..., Tensor | None], optio
 
 
 def _captured_tensors(function: Any) -> Iterator[Tensor]:
-    """The tensors that a function and the functions in it have captured."""
+    """Yield the tensors captured by a function and by functions it captured."""
     for cell in getattr(function, "__closure__", None) or ():
         for value in cell.cell_contents if isinstance(cell.cell_contents, tuple | list) else (cell.cell_contents,):
             if isinstance(value, Tensor):
@@ -324,7 +324,7 @@ def _captured_tensors(function: Any) -> Iterator[Tensor]:
 
 
 _CHUNK = 4
-"""Tokens of a chunk of the prefix that is compared."""
+"""Number of tokens per chunk of the compared prefix."""
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 
@@ -332,16 +332,16 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Compare a short prefix of the first row with and without context parallelism, block by block.
 
-    A module that mixes positions by anything but attention (a convolution, a recurrence, attention written out) sees
-    its rank's part of the sequence only: its output differs at the first token of each chunk.
+    A module that mixes positions outside supported attention functions (convolution, recurrence, explicit attention)
+    only uses its rank's part of the sequence: its output differs at the first token of each chunk.
 
     Args:
-        state: The model's.
-        forward: The model's.
-        given: What it was called with, by name.
+        state: Context-parallel state of the model.
+        forward: Forward of the model.
+        given: Arguments of the call by name.
 
     Raises:
-        ShardError: The ranks were not given parts of a sequence, or a block differs; on all ranks.
+        ShardError: The inputs are not parts of one sequence, or the output of a block differs; on all ranks.
 
     Ranks:
         Collective. Two forwards of a few tokens.
@@ -383,7 +383,7 @@ def verify(state: ContextParallel, forward: Callable[..., Any], given: Mapping[s
 
 
 def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError | None:
-    """What is wrong with the parts that the ranks of a context group were given, if anything.
+    """Return an error if the inputs of a context group's ranks are not parts of one sequence.
 
     Ranks:
         Collective.
@@ -391,13 +391,13 @@ def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError
     tokens, positions = tokens_of(given), given.get("position_ids")
     parts = [each for each in (tokens, positions) if isinstance(each, Tensor)]
     digest = [zlib.crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) for each in parts]
-    told = gather_objects((tuple(tokens.shape), digest), group=state.group)
+    gathered = gather_objects((tuple(tokens.shape), digest), group=state.group)
     fix = "call the model with split_sequences(batch, mesh=mesh), and take the loss of its labels"
     what = why = ""
-    if len({shape for shape, _ in told}) > 1:
-        what = f"the ranks of a context group have tokens {', '.join(str(list(shape)) for shape, _ in told)}"
+    if len({shape for shape, _ in gathered}) > 1:
+        what = f"the ranks of a context group have tokens {', '.join(str(list(shape)) for shape, _ in gathered)}"
         why = "each rank has an equal part of the same sequences"
-    elif len({str(digest) for _, digest in told}) == 1:
+    elif len({str(digest) for _, digest in gathered}) == 1:
         what = "all ranks of a context group have the same tokens"
         why = "each rank treats its tokens as its part of a longer sequence"
     elif isinstance(positions, Tensor) and positions.ndim == 2 and (state.gather(positions, 1).diff(dim=1) > 1).any():
@@ -408,19 +408,19 @@ def _wrong_parts(state: ContextParallel, given: Mapping[str, Any]) -> ShardError
 
 
 def _prefix(state: ContextParallel, value: Any, length: int, prefix: int) -> Any:
-    """The first tokens of the first sequence, of an argument that has this rank's part of it."""
+    """Return the first tokens of the first sequence from an argument with this rank's part."""
     if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != length:
         return value
     return state.gather(value[:1], 1)[:, :prefix]
 
 
 class Comparison:
-    """What each block gets and returns for a whole prefix, and how many tokens of this rank's part differ.
+    """Inputs and outputs of each block for a full prefix, and the number of differing tokens of this rank.
 
     Args:
-        positions: Of this rank's part.
-        length: Tokens of the prefix.
-        size: Tokens of a chunk.
+        positions: Positions of this rank's part.
+        length: Number of tokens of the prefix.
+        size: Number of tokens of a chunk.
     """
 
     def __init__(self, positions: Tensor, length: int, size: int) -> None:
@@ -429,24 +429,24 @@ class Comparison:
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.num_different: dict[str, int] = {}
-        """By block: first tokens of chunks, but that of the first, that differ."""
+        """By block: number of differing first tokens of chunks, except the first chunk."""
 
     def rows(self, value: Tensor) -> Tensor:
-        """This rank's rows of a tensor of the whole prefix."""
+        """Return this rank's rows of a tensor of the full prefix."""
         is_whole = value.ndim >= 2 and value.shape[1] == self.length
         return value[:, self.positions] if is_whole else value
 
     def before(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Remember the block's hidden states; in the second run replace them by the rows of those."""
+        """Record the block's hidden states; in the second run replace them by this rank's rows of the recorded ones."""
         hidden = self._hidden((args, kwargs), self.positions.numel() if self.is_recorded else self.length)
         if not self.is_recorded:
             self.inputs[name] = hidden
             return None
-        # So that rounding does not add up over blocks, and the first block that differs is the one.
+        # Rounding then does not accumulate over blocks, and only the block with an error differs.
         return change_tensors((args, kwargs), lambda each: self.rows(self.inputs[name]) if each is hidden else each)
 
     def after(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
-        """Remember what the block returns; in the second run compare it."""
+        """Record the block's output; in the second run compare it."""
         hidden = self._hidden(output, self.positions.numel() if self.is_recorded else self.length)
         if not self.is_recorded:
             self.outputs[name] = hidden

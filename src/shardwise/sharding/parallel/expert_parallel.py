@@ -1,7 +1,7 @@
-"""Expert parallelism: ranks along the expert axis hold different experts of a layer, and tokens travel to them.
+"""Expert parallelism: ranks of the expert axis have different experts of a layer, and tokens are sent to them.
 
-It works on modules of one interface, `planning.experts.EXPERTS_INTERFACE`: stacked parameters, and a forward that takes
-`(hidden_states, top_k_index, top_k_weights)`. Routers and shared experts stay as they are.
+It supports modules with the interface in `planning.experts`: stacked parameters, and a forward with the arguments
+`(hidden_states, top_k_index, top_k_weights)`. Routers and shared experts are not split.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardwise.models.grouped_experts import SortedByExpert
 
 
 def divide_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's experts of a module, and let its forward send tokens to the ranks that have theirs.
+    """Keep this rank's experts of a module, and make its forward send tokens to the ranks of their experts.
 
     Args:
-        module: Of the interface above. Its parameters become DTensors over `mesh`.
+        module: Module with the interface above. Its parameters become DTensors over `mesh`.
         mesh: The expert axis, whose size divides the number of experts.
 
     Ranks:
-        Local; from now on calling the module is collective over the axis.
+        Local; later calls of the module are collective over the axis.
     """
     divide_parameters(module, mesh)
     module.forward = DispatchingForward(module, mesh)  # pyrefly: ignore[bad-assignment]
@@ -44,10 +44,10 @@ def divide_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class DispatchingForward:
-    """The forward of a module with some of a layer's experts: tokens go to their experts' ranks and come back.
+    """Forward of a module with a part of a layer's experts: tokens are sent to their experts' ranks and back.
 
     Args:
-        module: With parameters divided over `mesh`.
+        module: Module with parameters split over `mesh`.
         mesh: The expert axis.
     """
 
@@ -86,11 +86,11 @@ class DispatchingForward:
         return pairs.sum(_Exchange.apply(made, received, sent, self.mesh)).to(hidden_states.dtype)
 
     def _run_experts(self, rows: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        """The outputs of this rank's experts for the rows that arrived, sorted by rank and then by expert."""
+        """Return the outputs of this rank's experts for the received rows, sorted by rank and then by expert."""
         num_rows, num_experts = rows.shape[0], counts.shape[1]
         numbers = torch.arange(num_experts, device=rows.device).repeat(counts.shape[0])
         index = numbers.repeat_interleave(counts.flatten(), output_size=num_rows).unsqueeze(-1)
-        if num_rows == 0:  # a row of weight 0, so that backward finds its way to the exchanges and the parameters
+        if num_rows == 0:  # a row of weight 0, so that backward reaches the exchanges and the parameters
             rows, weights = (torch.cat([each, each.new_zeros(1, each.shape[1])]) for each in (rows, weights))
             index = index.new_zeros(1, 1)
         with self._local_experts(num_experts, 1 / self.mesh.size()):
@@ -98,14 +98,14 @@ class DispatchingForward:
 
     @contextmanager
     def _local_experts(self, num_experts: int, gradient_scale: float) -> Iterator[None]:
-        """Let the module see this rank's experts as plain tensors, and their number."""
+        """Expose this rank's experts to the module as plain tensors, with their number."""
         attributes = self.module.__dict__
         parameters = {name: each for name, each in self.module._parameters.items() if isinstance(each, DTensor)}
         try:
             for name, parameter in parameters.items():  # hides the parameter, which stays registered
                 attributes[name] = local = parameter.to_local()
                 if local.requires_grad and gradient_scale != 1:
-                    # FSDP2 averages over fewer ranks: an expert's gradient holds the tokens of all ranks of the axis.
+                    # FSDP2 averages over fewer ranks, but an expert's gradient includes the tokens of all of them.
                     local.register_hook(lambda gradient: gradient * gradient_scale)
             attributes["num_experts"] = num_experts
             yield
@@ -116,9 +116,9 @@ class DispatchingForward:
 
 
 class SelectingForward(DispatchingForward):
-    """The forward of a module with some of a layer's experts where all ranks have the same tokens.
+    """Forward of a module with a part of a layer's experts, if all ranks have the same tokens.
 
-    Each rank computes the pairs of a token and an expert of its own, and the results are added up.
+    Each rank computes the pairs of tokens with its own experts, and the results are summed.
     """
 
     @torch.compiler.disable(reason="how many pairs are this rank's is known when they are counted")
@@ -128,7 +128,7 @@ class SelectingForward(DispatchingForward):
         Ranks:
             Collective over the tensor axis, and so is the backward. Waits for the device once.
         """
-        # All ranks have these and each uses a part of them: a gradient is the sum of theirs.
+        # All ranks have these tensors and use a part of each: gradients are summed over the ranks.
         given = (
             DTensor.from_local(x, self.mesh, [Replicate()], run_check=False) for x in (hidden_states, top_k_weights)
         )
@@ -137,7 +137,7 @@ class SelectingForward(DispatchingForward):
         index = top_k_index - self.mesh.get_local_rank() * num_local
         rows, places = ((index >= 0) & (index < num_local)).nonzero(as_tuple=True)
         numbers, shares = index[rows, places], weights[rows, places]
-        if rows.numel() == 0:  # a pair of weight 0, so that backward finds its way to the parameters
+        if rows.numel() == 0:  # a pair of weight 0, so that backward reaches the parameters
             rows, numbers, shares = rows.new_zeros(1), rows.new_zeros(1), weights[:1, 0] * 0
         with self._local_experts(num_local, 1.0):
             made = self.__wrapped__(hidden[rows], numbers.unsqueeze(-1), shares.unsqueeze(-1))
@@ -146,7 +146,7 @@ class SelectingForward(DispatchingForward):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks and from them; their gradients go back the same way."""
+    """Exchange rows between ranks; backward exchanges their gradients in reverse."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> Tensor:
@@ -163,7 +163,7 @@ class _Exchange(torch.autograd.Function):
 def _all_to_all(
     made: Tensor, given: Tensor, received: list[int] | None, sent: list[int] | None, mesh: DeviceMesh
 ) -> None:
-    """`dist.all_to_all_single`, through host memory where gloo serves a GPU: gloo has it for CPU tensors only."""
+    """`dist.all_to_all_single`, in host memory for GPU tensors with gloo, which supports it for CPU tensors only."""
     group, device = mesh.get_group(), given.device.type
     if device == "cpu" or f"{device}:gloo" not in str(dist.get_backend_config(group)).split(","):
         dist.all_to_all_single(made, given, received, sent, group=group)

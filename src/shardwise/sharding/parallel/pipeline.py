@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the blocks of a decoder divided into stages, which torch's schedules run.
+"""Pipeline parallelism: the blocks of a decoder split into stages, run by torch's schedules.
 
-Every stage runs the model's own forward on the micro-batch, so that masks, positions and rotary tables are made as
-always. Blocks of earlier stages hand on what was received, and the forward ends after the stage's last block.
-Parameters keep the names that they have in the whole model.
+Every stage runs the model's own forward on the micro-batch, so that masks, positions and rotary tables are computed as
+usual. Blocks of earlier stages return the received tensors, and the forward ends after the stage's last block.
+Parameters keep their names in the full model.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Pipeline:
     """A decoder split into stages, one or several on this rank. From `pipeline`.
 
     Args:
-        parts: This rank's stages, first ones first.
-        model: The modules of all of them, under the names that they have in the whole model.
-        mesh: All ranks.
+        parts: This rank's stages in order.
+        model: The modules of these stages, with their names in the full model.
+        mesh: Mesh of all ranks.
         config: Schedule and number of micro-batches.
-        ties: Parameters of this rank that another rank of the pipeline holds too: name, and that rank in the group.
+        ties: Parameters of this rank that another rank of the pipeline also has: name, and that rank in the group.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Pipeline:
         assert axis is not None
         self.group, self.num_ranks, self.rank = axis.get_group(), axis.size(), axis.get_local_rank()
         self.num_microbatches = 0
-        """In the last batch."""
+        """Number of micro-batches of the last batch."""
         self._ties = ties
         self._schedule: Any = None
         self._shape: tuple[int | None, ...] | None = None
 
     @property
     def num_stages(self) -> int:
-        """Over all ranks."""
+        """Number of stages over all ranks."""
         return self.parts[0].stage.num_stages
 
     @property
@@ -90,7 +90,7 @@ class Pipeline:
 
     @property
     def models(self) -> list[tuple[int, nn.Module]]:
-        """This rank's stages: number and model, to materialise or to load weights into."""
+        """This rank's stages: number and model, for materialization or loading weights."""
         return [(part.stage.index, part.model) for part in self.parts]
 
     @property
@@ -104,17 +104,17 @@ class Pipeline:
         return self.model.parameters()
 
     def step(self, batch: Batch, *, num_tokens: int | Tensor | None = None) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are those of the mean loss over all tokens.
+        """Run forward and backward of all micro-batches, for gradients of the mean loss over all tokens.
 
         Args:
-            batch: This rank's rows, the same on every rank of a pipeline; their number divides into micro-batches.
-            num_tokens: Of the batch; None: labels that are not -100, or rows where it has no labels.
+            batch: This rank's rows, the same on every rank of a pipeline; their number is divisible into micro-batches.
+            num_tokens: Number of tokens in the batch; by default of labels other than -100, or of rows without labels.
 
         Returns:
             The mean loss over the tokens of all ranks; the same on every rank.
 
         Raises:
-            ConfigError: The rows do not divide into micro-batches.
+            ConfigError: The rows are not divisible into micro-batches.
             ShardError: The blocks are not a sequence; on all ranks, in the first step.
 
         Ranks:
@@ -133,10 +133,11 @@ class Pipeline:
         return loss / ranks.size()
 
     def forward_and_backward(self, batch: Batch, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """Gradients of the losses of all micro-batches, each times `scale`.
+        """Compute gradients of the losses of all micro-batches, multiplied by `scale`.
 
         Returns:
-            Their sum, and the number of tokens where the loss says it; the same on every rank of a pipeline.
+            The sum of the losses, and the number of tokens if the loss returns it; the same on every rank of a
+            pipeline.
 
         Ranks:
             Collective.
@@ -152,7 +153,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The summed loss of a batch without gradients, and the number of tokens where the loss says it.
+        """Return the summed loss of a batch without gradients, and the number of tokens if the loss returns it.
 
         Ranks:
             Collective. The same on every rank of a pipeline.
@@ -162,14 +163,14 @@ class Pipeline:
 
     @torch.no_grad()
     def compute(self, batch: Batch, function: Callable[[nn.Module, Any], Tensor]) -> Tensor:
-        """What `function(model, batch)` returns on the last stage, where it runs in place of the loss.
+        """Return the result of `function(model, batch)` on the last stage, run in place of the loss.
 
         Args:
-            batch: All of it is one micro-batch; the same on every rank of a pipeline.
+            batch: Run as one micro-batch; the same on every rank of a pipeline.
             function: Calls the model once.
 
         Ranks:
-            Collective. The same on every rank of a pipeline, in CPU memory.
+            Collective. The result is the same on every rank of a pipeline, in CPU memory.
         """
         before = self.parts[0].forward.loss
         for part in self.parts:
@@ -180,11 +181,11 @@ class Pipeline:
         finally:
             for part in self.parts:
                 part.forward.loss = before
-        told = gather_objects(made[0].cpu() if made else None, group=self.group)
-        return next(each for each in told if each is not None)
+        gathered = gather_objects(made[0].cpu() if made else None, group=self.group)
+        return next(each for each in gathered if each is not None)
 
     def _forward(self, micro: list[dict[str, Tensor]]) -> list[Tensor]:
-        """Run all stages on some micro-batches; returns what the last one returns, on its rank."""
+        """Run all stages on some micro-batches; return the results of the last stage, on its rank."""
         made: list[Tensor] = []
         sends: list[tuple[dist.Work | None, Tensor]] = []
         for part in self.parts:
@@ -209,7 +210,7 @@ class Pipeline:
         return made
 
     def _reduce_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """The sum of the last stage's losses, and of its tokens, on every rank of the pipeline."""
+        """Return the sum of the last stage's losses and tokens on every rank of the pipeline."""
         both = torch.zeros(2, device=self.device)
         if losses:
             both[0] = torch.stack(losses).sum()
@@ -218,11 +219,11 @@ class Pipeline:
         return both[0], both[1]
 
     def _prepare(self, batch: Batch, count: int | None = None) -> None:
-        """Learn from the first batch of a shape what goes between stages; make the schedule for it.
+        """Find the tensors between stages and create the schedule, for the first batch of a shape.
 
         Args:
             batch: This rank's rows.
-            count: Number of micro-batches that run without a schedule; None: those of a training step.
+            count: Number of micro-batches to run without a schedule; None for a training step.
 
         Ranks:
             Collective.
@@ -240,18 +241,18 @@ class Pipeline:
         self.num_microbatches = count
         rows = _split(batch, count)[0]
         first = self.parts[0]
-        # It communicates within a stage only: if one stage fails, all ranks raise.
+        # Tracing communicates only within a stage: if one stage fails, all ranks raise.
         described = run_on_all(lambda: _trace_stage(first, rows, []) if first.stage.is_first else None, self.mesh)
-        told = next(each for each in gather_objects(described, group=self.group) if each is not None)
+        outputs = next(each for each in gather_objects(described, group=self.group) if each is not None)
         for part in self.parts:
-            part.passing.block_output, part.passing.unit_outputs = told
+            part.passing.block_output, part.passing.unit_outputs = outputs
         others = [part for part in self.parts if not part.stage.is_first]
         run_on_all(lambda: [_trace_stage(part, rows, self._received(part)) for part in others], self.mesh)
         self._send_tied_parameters()
         self._schedule, self._shape = self._make_schedule() if is_step else None, shape
 
     def _received(self, part: Part) -> list[Tensor]:
-        """Random numbers in place of what a stage receives; others on each rank, as parts of one sequence are."""
+        """Return random inputs of a stage; they differ between ranks, as parts of a sequence do."""
         generator = torch.Generator().manual_seed(self.mesh.get_rank())
         shapes = _inputs(part)
         return [torch.randn(each.shape, generator=generator).to(each.dtype).to(self.device) for each in shapes]
@@ -276,7 +277,7 @@ class Pipeline:
         return kind(stages[0], self.num_microbatches, **options)
 
     def _send_tied_parameters(self) -> None:
-        """Give the last stage the values that the first one has of parameters that both hold."""
+        """Send the values of tied parameters from the first stage to the last one."""
         with torch.no_grad():
             for name, peer in self._ties:
                 memory = local_tensor(self.model.get_parameter(name))
@@ -288,7 +289,7 @@ class Pipeline:
                     memory.copy_(received)
 
     def _add_tied_gradients(self) -> None:
-        """Add the gradients that another stage has of the parameters that both hold."""
+        """Add the other stage's gradients of tied parameters."""
         for name, peer in self._ties:
             parameter = self.model.get_parameter(name)
             if not parameter.requires_grad:
@@ -308,7 +309,7 @@ class Pipeline:
 
 
 def _inputs(part: Part) -> list[Tensor]:
-    """What a stage receives, on meta."""
+    """Return meta tensors of a stage's inputs."""
     if part.stage.is_first:
         return []
     hidden, *extras = part.passing.shapes()
@@ -316,7 +317,7 @@ def _inputs(part: Part) -> list[Tensor]:
 
 
 def _outputs(part: Part) -> list[Tensor]:
-    """What a stage sends, or the loss, on meta."""
+    """Return meta tensors of a stage's outputs, or of the loss."""
     if part.stage.is_last:
         return [torch.empty((), device="meta")]
     hidden, *extras = part.passing.shapes()
@@ -329,13 +330,13 @@ def _split(batch: Batch, number: int) -> list[dict[str, Tensor]]:
 
 
 def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> int:
-    """The number of micro-batches that a rank's rows are divided into.
+    """Return the number of micro-batches of a rank's rows.
 
-    By default the smallest that divides the rows and is at least twice the number of stages; where there is none, the
-    largest that is at least the number of stages.
+    By default the smallest number that divides the rows and is at least twice the number of stages, or else the largest
+    that is at least the number of stages.
 
     Raises:
-        ConfigError: There are fewer micro-batches than stages, or the rows do not divide.
+        ConfigError: There are fewer micro-batches than stages, or the rows are not divisible.
     """
     num_stages = num_ranks * config.stages_per_rank
     divisors = [number for number in range(num_stages, num_rows + 1) if num_rows % number == 0]
@@ -365,10 +366,10 @@ def num_microbatches(config: PipelineConfig, num_ranks: int, num_rows: int) -> i
 
 @torch.no_grad()
 def _trace_stage(part: Part, rows: Batch, received: list[Tensor]) -> tuple[Any, dict[str, Any]]:
-    """Run a stage once, and leave no trace; what its first block, and the modules outside of blocks, return, on meta.
+    """Run a stage without side effects; return outputs of its first block and of modules outside blocks, on meta.
 
     Raises:
-        PlanError: A block returns no hidden states, or does not get those of the block before as they are.
+        PlanError: A block returns no hidden states, or its input is not the output of the block before.
 
     Ranks:
         Collective over the ranks of the stage.
@@ -412,22 +413,22 @@ def pipeline(
     loss: Loss,
     example_inputs: Batch,
 ) -> Pipeline:
-    """Divide a decoder into stages along the mesh axis `pipeline`, and shard this rank's stages.
+    """Split a decoder into stages over the mesh axis `pipeline`, and shard this rank's stages.
 
-    Any model works whose blocks are a sequence: each takes the hidden states that the one before returned. Build it on
-    the meta device, so that no rank holds all of it; then call `materialize(pipeline.model)` or load weights. An output
-    matrix that is tied to the embedding is held by the first and the last stage, and their gradients are added.
+    The blocks of the model must be a sequence: the input of each is the output of the one before. Build it on the
+    meta device, so that no rank allocates all of it; then call `materialize(pipeline.model)` or load weights. The first
+    and the last stage both have an output matrix that is tied to the embedding, and their gradients are added.
 
     Args:
-        model: The whole model; do not use it afterwards.
-        config: How stages are sharded, and in `config.pipeline` their schedule.
+        model: The full model; do not use it afterwards.
+        config: Sharding settings of the stages, and in `config.pipeline` their schedule.
         mesh: From `init_distributed(MeshConfig(pipeline=...))`.
-        loss: Called with the model and a micro-batch; returns the loss summed over its tokens.
-        example_inputs: A batch as `step` gets it.
+        loss: Function of the model and a micro-batch; returns the loss summed over its tokens.
+        example_inputs: A batch as passed to `step`.
 
     Raises:
         ConfigError: The mesh has no pipeline axis, or there are fewer micro-batches than stages.
-        PlanError: There are fewer blocks than stages, or the model cannot be divided; nothing has been changed.
+        PlanError: There are fewer blocks than stages, or the model cannot be split; nothing has been changed.
 
     Ranks:
         Collective. Call on every rank of `mesh`.
@@ -449,7 +450,7 @@ def pipeline(
     stand_ins = {stage: make_stand_ins(model, stage, blocks, units, passing[stage]) for stage in mine}
     kept = {stage: {name: model.get_submodule(name) for name in (*stage.blocks, *stage.units)} for stage in mine}
     models = [copy_with(model, stand_ins[stage] | kept[stage]) for stage in mine]
-    # All plans before anything is sharded: what is wrong with one stage is raised on the ranks of all.
+    # Compute all plans before sharding: an error in one stage is raised on all ranks.
     plans = run_on_all(
         lambda: [_plan_of_part(*each, config, mesh, whole) for each in zip(models, mine, strict=True)], mesh
     )
@@ -469,7 +470,7 @@ def pipeline(
         if stage in (first, last)
     ]
     merged = parts[0].model
-    if len(parts) > 1:  # rotary tables and the like, of which every stage has its own
+    if len(parts) > 1:  # each stage has its own copy of modules such as rotary tables
         own = {name for name, module in model.named_modules() if next(module.children(), None) is None}
         own = {name for name in own if not any(f"{name}.".startswith(f"{held}.") for held in present)}
         merged = copy_with(model, {name: parts[0].model.get_submodule(name) for name in own} | present)
@@ -489,7 +490,7 @@ def pipeline(
 def _plan(
     model: nn.Module, config: ShardConfig, mesh: DeviceMesh, num_ranks: int, loss: Loss, batch: Batch
 ) -> tuple[list[StagePlan], Plan]:
-    """The stages, and the groups of the whole model; everything that is wrong is found here."""
+    """Return the stages and the plan of the full model, which finds all errors."""
     if num_ranks == 1:
         raise ConfigError(
             "the mesh has no pipeline axis",
@@ -506,13 +507,13 @@ def _plan(
 
 
 def _plan_of_part(part: nn.Module, stage: StagePlan, config: ShardConfig, mesh: DeviceMesh, whole: Plan) -> Plan:
-    """The plan of one stage: the groups that the whole model would have."""
+    """Return the plan of one stage, with the groups of the full model's plan."""
     modules = dict(part.named_modules())
     classes = {type(module).__name__ for module in modules.values()}
     names = [*modules, *(name for name, _ in part.named_parameters(remove_duplicate=False)), ROOT_PATTERN]
 
     def present(patterns: tuple[str, ...]) -> tuple[str, ...]:
-        """Without those that match modules of other stages only; the plan of the whole has checked them."""
+        """Remove patterns that only match modules of other stages; the full plan has checked them."""
         return tuple(each for each in patterns if each in classes or any(map(name_matcher(each), names)))
 
     if not is_explicit(config):
@@ -527,7 +528,7 @@ def _plan_of_part(part: nn.Module, stage: StagePlan, config: ShardConfig, mesh: 
         ignored=present(config.ignored),
         overrides=tuple(each for each in config.overrides if present((each.pattern,))),
         expert=ExpertConfig(modules=experts),
-        float8=Float8Config(),  # decided for the whole model
+        float8=Float8Config(),  # decided by the full plan
     )
     planned = make_plan(part, config, model_mesh(mesh), None, capability=device_capability())
     how = f"stage {stage.index} of {stage.num_stages}, {config.pipeline.schedule}"
@@ -537,10 +538,10 @@ def _plan_of_part(part: nn.Module, stage: StagePlan, config: ShardConfig, mesh: 
 
 
 def find_ties(model: nn.Module, stages: list[StagePlan]) -> dict[str, tuple[int, int]]:
-    """Parameters that two stages hold, by their first name: the embedding, and the output matrix tied to it.
+    """Return parameters of two stages by their first name: the embedding, and the output matrix tied to it.
 
     Raises:
-        PlanError: More than two stages hold a parameter.
+        PlanError: More than two stages have the same parameter.
     """
     holders: dict[int, tuple[str, list[int]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: stand-ins for the modules of other stages, and the forward of its own."""
+"""One stage of a pipeline: stand-ins for modules of other stages, and the stage's forward."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from shardwise.planning.stages import StagePlan, not_a_sequence
 from shardwise.sharding.blocks import ReplacedForward
 
 Loss = Callable[[nn.Module, Any], Any]
-"""From the model and a micro-batch to the loss summed over its tokens, or to a pair of that and their number."""
+"""Function of the model and a micro-batch; returns the loss summed over its tokens, or a pair with their number."""
 
 
 @dataclass(slots=True)
 class Passing:
-    """What goes from stage to stage: hidden states, and what else blocks return."""
+    """Tensors passed between stages: hidden states and other outputs of blocks."""
 
     block_output: Any = None
-    """What a block returns, its tensors on meta; hidden states come first."""
+    """Output of a block with meta tensors; hidden states come first."""
     unit_outputs: dict[str, Any] = field(default_factory=dict)
-    """What the modules before the blocks return, on meta."""
+    """Outputs of the modules before the blocks, on meta."""
     hidden: Tensor | None = None
-    """Received for the micro-batch that is running."""
+    """Hidden states received for the running micro-batch."""
     extras: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By block: the tensors that it returns beside its hidden states, such as a loss of its router."""
+    """By block: tensors returned in addition to hidden states, such as a router's loss."""
 
     def shapes(self) -> list[Tensor]:
-        """The tensors of a block's output, on meta."""
+        """Return the meta tensors of a block's output."""
         return find_tensors(self.block_output)
 
     def returned(self, block: str) -> Any:
-        """What a block of an earlier stage returns."""
+        """Return the output of a block of an earlier stage."""
         assert self.hidden is not None
         tensors = iter([self.hidden, *self.extras[block]])
         return change_tensors(self.block_output, lambda _: next(tensors))
 
     def _later_block(self, name: str) -> NoReturn:
-        """The forward of this stage ends where a block of a later one begins."""
+        """End the forward of this stage at the first block of a later stage."""
         raise StageEnd(name)
 
     def _absent_unit(self, name: str) -> Any:
-        """What stands for the output of an embedding, a norm or the head of another stage.
+        """Return a placeholder for the output of an embedding, norm or head of another stage.
 
-        Before the blocks, zeros of the right shape, which take no memory and are not used: the blocks of earlier
-        stages return what was received.
+        Before the blocks these are zeros of the right shape, which use no memory and are ignored: the blocks of
+        earlier stages return the received tensors.
         """
         if name not in self.unit_outputs:
             raise not_a_sequence(name, "runs on a stage that does not hold it")
@@ -58,7 +58,7 @@ class Passing:
         zero, usual = hidden.new_zeros(()), self.shapes()[0].shape
 
         def zeros(tensor: Tensor) -> Tensor:
-            is_like_hidden = tensor.shape[:2] == usual[:2]  # fewer rows and tokens are run to look at a stage
+            is_like_hidden = tensor.shape[:2] == usual[:2]  # stages are traced with fewer rows and tokens
             shape = (*hidden.shape[:2], *tensor.shape[2:]) if is_like_hidden else tensor.shape
             return zero.to(tensor.dtype).expand(shape)
 
@@ -66,16 +66,16 @@ class Passing:
 
 
 class StageEnd(Exception):
-    """The last block of the stage has run."""
+    """Raised after the last block of the stage."""
 
 
 class StandIn(nn.Module):
-    """Stands for a module of another stage.
+    """Placeholder for a module of another stage.
 
     Args:
-        name: Of the module.
-        returns: From the name to what the module returns here.
-        module: Code around it may read its plain attributes; not a forward that recomputes or compiles it.
+        name: Name of the module.
+        returns: Function of the name that returns the output of the placeholder.
+        module: The module; its plain attributes are copied, except a replaced forward.
     """
 
     def __init__(self, name: str, returns: Callable[[str], Any], module: nn.Module | None = None) -> None:
@@ -85,14 +85,14 @@ class StandIn(nn.Module):
         self.name, self.returns = name, returns
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What stands for the output."""
+        """Return the placeholder output."""
         return self.returns(self.name)
 
 
 def make_stand_ins(
     model: nn.Module, stage: StagePlan, blocks: list[str], units: list[str], passing: Passing
 ) -> dict[str, nn.Module]:
-    """By name: what takes the place of the modules of other stages."""
+    """Return placeholders for the modules of other stages, by name."""
     stand_ins: dict[str, nn.Module] = {}
     first = blocks.index(stage.blocks[0])
     for index, name in enumerate(blocks):
@@ -105,24 +105,24 @@ def make_stand_ins(
         if name not in stage.units:
             stand_ins[name] = stand_in = StandIn(name, passing._absent_unit)
             for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
-                if id(parameter) in held:  # tied to one of this stage: it keeps its first name
+                if id(parameter) in held:  # tied to a parameter of this stage: keep its first name
                     stand_in.register_parameter(key, parameter)
     return stand_ins
 
 
 def copy_with(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of the model with these modules in the places of its own."""
+    """Return a copy of the model with these modules replaced."""
     return copy.deepcopy(model, {id(model.get_submodule(name)): module for name, module in modules.items()})
 
 
 class StageForward(ReplacedForward):
-    """A stage's forward: from what was received to what is sent, or to the loss.
+    """A stage's forward, from received tensors to sent tensors or the loss.
 
     Args:
         model: The stage's part of the model, sharded.
-        stage: What it holds.
-        passing: Shared with the stand-ins in it.
-        loss: Called with the model and the micro-batch on every stage; on all but the last it ends with the last block.
+        stage: Modules of the stage.
+        passing: Passed tensors, shared with the stand-ins in the model.
+        loss: Called with the model and the micro-batch on every stage; except on the last, ends after the last block.
     """
 
     def __init__(self, model: nn.Module, stage: StagePlan, passing: Passing, loss: Loss, blocks: list[str]) -> None:
@@ -132,7 +132,7 @@ class StageForward(ReplacedForward):
         """All blocks of the model up to the last one of this stage."""
         self.scale: Tensor | float = 1.0
         self.num_tokens: list[Tensor] = []
-        """What the loss said of each micro-batch."""
+        """Number of tokens of each micro-batch, if the loss returns it."""
         self._is_running = False
         self._outputs: dict[str, list[Tensor]] = {}
         for name in stage.blocks:
@@ -146,7 +146,7 @@ class StageForward(ReplacedForward):
         return note
 
     def __call__(self, *received: Tensor, **batch: Any) -> Any:
-        """Run the stage; inside, the model is called as it would be without a pipeline."""
+        """Run the stage; the model is called as without a pipeline."""
         if self._is_running:
             return self.__wrapped__(*received, **batch)
         self._receive(received)
@@ -170,7 +170,7 @@ class StageForward(ReplacedForward):
             self.passing.extras = dict(zip(earlier, parts, strict=True))
 
     def _sent(self) -> tuple[Tensor, ...]:
-        """Hidden states of the last block, and the other outputs of all blocks so far."""
+        """Return hidden states of the last block, and the other outputs of all blocks so far."""
         extras = self.passing.extras | {name: tensors[1:] for name, tensors in self._outputs.items()}
         hidden = self._outputs[self.stage.blocks[-1]][0]
         shape = self.passing.shapes()[0] if self.passing.block_output is not None else hidden

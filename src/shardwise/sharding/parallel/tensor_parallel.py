@@ -1,8 +1,8 @@
-"""Tensor parallelism: ranks along the tensor axis hold parts of each matrix and share the products of one batch.
+"""Tensor parallelism: ranks of the tensor axis have parts of each matrix and share the matrix products of one batch.
 
-Each divided module takes and gives plain tensors. Between a layer that is divided by its outputs and one that is
-divided by its inputs, these are parts of the features; with sequence parallelism, between the modules of a block, parts
-of the sequence. Nothing about a model is decided here: `planning.tensor` has done that.
+Inputs and outputs of split modules are plain tensors. Between a layer split by its outputs and one split by its inputs,
+these are parts of the features; with sequence parallelism, they are parts of the sequence between modules of a block.
+All decisions are made in `planning.tensor`.
 """
 
 from __future__ import annotations
@@ -41,58 +41,58 @@ _SEQUENCE_DIM = 1
 
 
 class TensorParallel:
-    """The tensor axis of one model, and in which form its modules hand each other tensors.
+    """Tensor-parallel state of one model, with the form of tensors between its modules.
 
     Args:
-        model: Whose modules are divided.
-        mesh: All ranks that share the model.
+        model: The model.
+        mesh: All ranks of the model.
         axis: The tensor axis.
-        verify: Compare the first forward with one on whole tensors.
+        verify: Compare the first forward with one on full tensors.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, axis: DeviceMesh, *, verify: bool) -> None:
         self.model, self.mesh, self.axis = model, mesh, axis
         self.num_ranks = axis.size()
         self.is_whole = False
-        """Modules hand each other whole tensors, which is right whatever the code between them does."""
+        """Whether tensors between modules are full, which is correct for any code in between."""
         self.on_parts = False
-        """Hidden states between the modules of a block are parts of the sequence."""
+        """Whether hidden states between the modules of a block are parts of the sequence."""
         self.numbers: list[tuple[nn.Module, str, int]] = []
-        """Attributes that are numbers of heads; they hold those of this rank, and here are those of all."""
+        """Attributes with the number of this rank's heads, and their values for all heads."""
         self.run: ForwardRecord | None = None
-        """What is noted of a forward that is compared with another."""
+        """Record of a forward that is compared with another."""
         self.to_verify = {False, True} if verify else set()
-        """Compare the next forward without, and with, gradients."""
+        """Grad modes in which to verify the next forward."""
         self.checks_all_inputs = False
-        """Compare the inputs of every forward between the ranks, instead of ever fewer."""
+        """Whether to compare inputs between ranks in every forward, instead of decreasingly often."""
         self.num_forwards = 0
         self.digest: Tensor | None = None
-        """Of the inputs of the last forward."""
+        """Digest of the inputs of the last forward."""
 
     def swap_numbers(self) -> None:
-        """Exchange the numbers of all heads in the attributes of modules and those of this rank's."""
+        """Swap the number of all heads and of this rank's heads in the attributes of modules."""
         for place, (module, name, number) in enumerate(self.numbers):
             self.numbers[place] = (module, name, getattr(module, name))
             setattr(module, name, number)
 
     def dtensor(self, tensor: Tensor, placement: Placement) -> DTensor:
-        """A plain tensor as this rank's part of a DTensor."""
+        """Return a DTensor with a plain tensor as this rank's part."""
         if isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(tensor, self.axis, [placement], run_check=False)
 
     def change(self, tensor: Tensor, given: Placement, wanted: Placement) -> Tensor:
-        """A plain tensor that lies on the ranks in one form, in another; its gradient goes back the same way."""
+        """Redistribute a plain tensor from one placement to another; backward redistributes its gradient back."""
         return self.dtensor(tensor, given).redistribute(placements=[wanted]).to_local()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward of the model begins: compare its inputs between the ranks, and the first time what it computes.
+        """Compare the inputs of a forward between the ranks, and verify the first forward.
 
         Raises:
-            ShardError: The ranks of a tensor group were given different inputs, or the code does not work on parts.
+            ShardError: The ranks of a tensor group have different inputs, or the code does not support parts.
 
         Ranks:
-            Collective over the tensor axis: the first forwards, then one in 64.
+            Collective over the tensor axis in some of the first forwards, then in one of 64.
         """
         if self.run is not None or compat.are_collectives_local():
             return
@@ -108,12 +108,12 @@ class TensorParallel:
 
 
 def apply_tensor_parallel(model: nn.Module, planned: Iterable[ParallelModule], mesh: DeviceMesh) -> None:
-    """Divide the planned modules.
+    """Split the planned modules.
 
     Args:
-        model: Not sharded; its parameters are plain, and the same on all ranks. Or divided by the user already.
-        planned: Of its plan.
-        mesh: All ranks that share the model.
+        model: Unsharded model with plain parameters, equal on all ranks, or with parameters split by the user.
+        planned: Tensor-parallel modules of its plan.
+        mesh: All ranks of the model.
 
     Ranks:
         Local. Forwards communicate over the tensor axis.
@@ -147,23 +147,23 @@ def apply_tensor_parallel(model: nn.Module, planned: Iterable[ParallelModule], m
 
 
 def hook_tensor_parallel(model: nn.Module, roots: Iterable[nn.Module]) -> None:
-    """Watch the inputs of each forward of a tensor-parallel model; after sharding, so that it comes first."""
+    """Check the inputs of each forward of a tensor-parallel model; call it after sharding, so that it runs first."""
     if (state := tensor_of(model)) is not None:
         for root in roots:
             root.register_forward_pre_hook(state.enter, prepend=True, with_kwargs=True)
 
 
 def tensor_of(model: nn.Module) -> TensorParallel | None:
-    """The tensor axis of a model, if it has one."""
+    """Return the tensor-parallel state of a model, if any."""
     return model.__dict__.get(_STATE)
 
 
 class Divided(ParallelStyle):
-    """How a module with parameters of its own is divided, and in which form it takes and gives tensors.
+    """Parallel style of a module with its own parameters: placements of parameters, inputs and outputs.
 
     Args:
-        state: The model's.
-        entry: What the plan says of the module.
+        state: Tensor-parallel state of the model.
+        entry: The plan's entry of the module.
         module: The module.
     """
 
@@ -176,7 +176,7 @@ class Divided(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = Shard(self.dims[name]) if name in self.dims else Replicate()
-            # Without communication: all ranks have the same values.
+            # No communication: all ranks have the same values.
             divided = distribute_tensor(parameter.detach(), device_mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
         module.register_forward_pre_hook(self.take)
@@ -184,7 +184,7 @@ class Divided(ParallelStyle):
         return module
 
     def take(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The input as a DTensor, in the form that the product needs."""
+        """Return the input as a DTensor with the placement that the product needs."""
         given, wanted = self._input_layouts(args[0].ndim - 1)
         if self.state.run is not None and self.style == "rowwise" and given == wanted:
             self.state.run.takers.append((module, args[0].grad_fn))
@@ -192,8 +192,8 @@ class Divided(ParallelStyle):
         return (taken if taken.placements == (wanted,) else taken.redistribute(placements=[wanted]), *args[1:])
 
     def give(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The output as a plain tensor, in the form that the code after it expects."""
-        if not isinstance(output, DTensor):  # what a loss put in place of logits
+        """Return the output as a plain tensor with the placement that later code expects."""
+        if not isinstance(output, DTensor):  # a loss's replacement of the logits
             return output
         wanted = self._output_layout(output)
         if output.placements != (wanted,):
@@ -207,10 +207,10 @@ class Divided(ParallelStyle):
         return given
 
     def _input_layouts(self, last: int) -> tuple[Placement, Placement]:
-        """In which form the input comes, and in which it is needed."""
+        """Return the placement of the input and the one that the product needs."""
         if self.style == "sequence":
             return (Shard(_SEQUENCE_DIM) if self.state.on_parts else Replicate(),) * 2
-        if self.style == "replicate":  # heads are independent of each other, as the rows of a batch are
+        if self.style == "replicate":  # heads are independent, like rows of a batch
             return (Replicate() if self.state.is_whole else Shard(0),) * 2
         if self.style.startswith("rowwise"):
             comes_whole = self.state.is_whole or self.style == "rowwise_split_input"
@@ -226,7 +226,7 @@ class Divided(ParallelStyle):
 
 
 class LocalForward(ReplacedForward):
-    """The forward of a module whose code reshapes parts of features by the sizes of all of them; see `LocalSizes`."""
+    """Forward of a module that reshapes parts of features by the full sizes; see `LocalSizes`."""
 
     def __init__(self, state: TensorParallel, forward: Callable[..., Any]) -> None:
         super().__init__(forward)
@@ -241,13 +241,13 @@ class LocalForward(ReplacedForward):
 
 
 class LocalSizes(TorchFunctionMode):
-    """Lets code reshape a part of the features by the sizes of all of them.
+    """Allows code to reshape a part of the features by the full sizes.
 
-    `x.view(batch, length, num_heads, width // num_heads)` and back: where the sizes are those of a tensor `num_ranks`
-    times as large, the first that is not the tensor's own is divided. Without it that would be an error.
+    For `x.view(batch, length, num_heads, width // num_heads)` and back: if the sizes are for a tensor `num_ranks` times
+    as large, the first size that differs from the tensor's own is divided. Otherwise this would be an error.
 
     Args:
-        num_ranks: Of the tensor axis.
+        num_ranks: Number of ranks of the tensor axis.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -257,7 +257,7 @@ class LocalSizes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, with changed sizes where it reshapes."""
+        """Call `func`, with adapted sizes if it reshapes."""
         if func in (Tensor.view, Tensor.reshape, torch.reshape) and len(args) > 1:
             tensor, *sizes = args
             sizes = list(sizes[0]) if isinstance(sizes[0], tuple | list) else sizes
@@ -266,7 +266,7 @@ class LocalSizes(TorchFunctionMode):
         elif func is Tensor.unflatten and len(args) == 3:
             tensor, dim, sizes = args[0], args[1] % args[0].ndim, list(args[2])
             local = self._local(sizes, tensor.shape[dim : dim + 1])
-            # A compiler cannot follow unflatten under a mode.
+            # A compiler cannot trace unflatten under a mode.
             return tensor.reshape([*tensor.shape[:dim], *local, *tensor.shape[dim + 1 :]])
         return func(*args, **(kwargs or {}))
 
@@ -278,11 +278,11 @@ class LocalSizes(TorchFunctionMode):
 
 
 def _hand_over_parts(module: nn.Module, how: list[str], state: TensorParallel) -> None:
-    """Divide and join the sequences that a module takes and gives: its first argument, the first that it returns."""
+    """Split and gather sequences in the first argument and the first output of a module."""
     part, whole = Shard(_SEQUENCE_DIM), Replicate()
 
     def begin(tensor: Tensor) -> Tensor:
-        # A length that does not divide stays whole, as when text is generated token by token.
+        # A length that is not divisible is not split, as in token-by-token generation.
         is_even, context = tensor.shape[_SEQUENCE_DIM] % state.num_ranks == 0, context_of(state.model)
         state.on_parts = is_even and not state.is_whole and not (context is not None and context.is_verifying)
         return split(tensor)
@@ -312,12 +312,12 @@ def _hand_over_parts(module: nn.Module, how: list[str], state: TensorParallel) -
 
 @functools.cache
 def _take_divided_logits() -> None:
-    """Let cross-entropy take divided logits from now on, in forward and backward; for others nothing changes."""
+    """Enable cross-entropy of split logits, in forward and backward, for the rest of the process."""
     ExitStack().enter_context(loss_parallel())
 
 
 class ForwardRecord:
-    """What is noted of one forward: outputs of divided layers, and from where parts of features come.
+    """Record of one forward: outputs of split layers, and autograd nodes of parts of features.
 
     Args:
         model: The model.
@@ -326,21 +326,21 @@ class ForwardRecord:
     def __init__(self, model: nn.Module) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self.samples: list[tuple[str, Tensor]] = []
-        """Module, and some elements of its whole output."""
+        """Module names, with some elements of the full output."""
         self.takers: list[tuple[nn.Module, Any]] = []
-        """Layers that take a part of the features, and the node that made it."""
+        """Layers with a part of the features as input, and the autograd node of the input."""
         self.makers: list[Any] = []
-        """Nodes of layers that give a part of the features."""
+        """Autograd nodes of layers with a part of the features as output."""
 
     def note_output(self, name: str, tensor: Tensor) -> None:
-        """Keep some elements of what a module gives."""
+        """Record some elements of a module's output."""
         flat = tensor.detach().flatten()
         self.samples.append((name, flat[:: max(1, flat.numel() // _SAMPLES)]))
 
     def undivided_input(self) -> tuple[str, str] | None:
-        """A layer, and a parameter on which its part of the features depends not through divided layers alone.
+        """Return a layer, and a parameter that its part of the features depends on without a split layer in between.
 
-        Each rank would have a part of that parameter's gradient, and nobody would add the parts up.
+        Each rank would have a part of that parameter's gradient, without a sum over the ranks.
         """
         for module, last in self.takers:
             pending, seen = [(last, 0)], {(maker, 0) for maker in (None, *self.makers)}
@@ -361,16 +361,16 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Run the model on whole tensors and then on parts, and compare what divided layers give.
+    """Run the model on full tensors and then on parts, and compare the outputs of split layers.
 
     Args:
-        state: The model's.
-        module: The model, or the network in it that is called.
-        args: Of the call.
-        kwargs: Of the call.
+        state: Tensor-parallel state of the model.
+        module: The model, or the called network in it.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Raises:
-        ShardError: The code between divided layers does not work on parts, or a gradient would be wrong; on all ranks.
+        ShardError: The code between split layers does not support parts, or a gradient would be wrong; on all ranks.
 
     Ranks:
         Collective. Two forwards.
@@ -385,7 +385,7 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
                 output = module(*args, **kwargs)
             for tensor in find_tensors(output):
                 is_plain = tensor.is_floating_point() and not isinstance(tensor, DTensor)
-                if is_plain and 0 not in tensor.stride():  # not one number that stands for logits
+                if is_plain and 0 not in tensor.stride():  # not an expanded scalar in place of logits
                     run.note_output("the model", tensor)
         error = _difference(*runs)
     except RuntimeError as failure:
@@ -394,7 +394,7 @@ def verify(state: TensorParallel, module: nn.Module, args: Any, kwargs: Any) -> 
         name = innermost_module(failure.__traceback__, module)
         error = _wrong(name or "the model", f"it fails: {str(failure).splitlines()[0]}")
     finally:
-        if state.is_whole:  # it failed with the numbers of all heads
+        if state.is_whole:  # it failed while attributes had the number of all heads
             state.swap_numbers()
         state.run, state.is_whole = None, False
     raise_on_all_ranks(error, group=state.mesh)
@@ -410,7 +410,7 @@ def _difference(whole: ForwardRecord, parts: ForwardRecord) -> ShardError | None
 
 
 def _is_close(expected: Tensor, found: Tensor) -> bool:
-    """Whether all elements are; those that are not finite must be the same."""
+    """Whether all elements are close; non-finite elements must be equal."""
     limit = _TOLERANCE.get(expected.dtype, 5e-2) * expected.nan_to_num(0.0, 0.0, 0.0).abs().amax()
     return torch.allclose(found, expected, rtol=0.0, atol=float(limit), equal_nan=True)
 
@@ -427,7 +427,7 @@ def _wrong(name: str, why: str) -> ShardError:
 
 
 def digest_of(inputs: Any, axis: DeviceMesh) -> Tensor:
-    """A number that two calls with the same tensors have in common; on the device of the mesh."""
+    """Return a hash of the tensors of a call, on the device of the mesh."""
     tensors = [tensor for tensor in find_tensors(inputs) if type(tensor) is Tensor]
     digest = torch.tensor(hash(tuple(tuple(tensor.shape) for tensor in tensors)), device=axis.device_type)
     for place, tensor in enumerate(tensors, start=1):
@@ -436,10 +436,10 @@ def digest_of(inputs: Any, axis: DeviceMesh) -> Tensor:
 
 
 def different_inputs(state: TensorParallel) -> ShardError | None:
-    """What is wrong with the inputs of the last forward, if the ranks of a tensor group do not have the same.
+    """Return an error if the inputs of the last forward differ between the ranks of a tensor group.
 
     Ranks:
-        Collective over the tensor axis: one all-reduce of four numbers, and a wait for it.
+        Collective over the tensor axis: one blocking all-reduce of four numbers.
     """
     if state.digest is None:
         return None
@@ -447,7 +447,7 @@ def different_inputs(state: TensorParallel) -> ShardError | None:
     device = state.digest.device
     random = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
     numbers = torch.stack([state.digest, fingerprint(random).to(device) if draws else torch.zeros_like(state.digest)])
-    extremes = torch.cat([numbers, ~numbers])  # ~n is smallest where n is largest
+    extremes = torch.cat([numbers, ~numbers])  # ~n decreases with n, so that one MAX gives both extremes
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=state.axis.get_group())
     largest, smallest = extremes[:2].tolist(), (~extremes[2:]).tolist()
     if largest == smallest:
