@@ -360,7 +360,7 @@ def _sync_from_rank_zero(model: nn.Module) -> None:
             f"rank 0 has no values for {len(of_ranks[0])} tensors, first {of_ranks[0][0]!r}",
             where="sync_module_states",
             why="rank 0's values are broadcast to all ranks",
-            fix="initialise it on rank 0, or leave it on meta on all ranks and materialize(model) later",
+            fix="initialize it on rank 0, or leave it on meta on all ranks and materialize(model) later",
         )
     if of_ranks[0]:
         return  # on meta on all ranks: no values to broadcast
