@@ -632,6 +632,20 @@ def test_file_that_may_run_without_torch_does_not_import_it(late: str, changed: 
     assert status_of(findings, "SW111") == (GOES if changed else STAYS)
 
 
+def test_file_that_wraps_models_says_that_it_imports_torch_at_once_now():
+    late = "try:\n    import torch\n    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+    late += "except ImportError:\n    torch = None\n"
+    texts = {"main.py": f"{late}\n\ndef wrap(model):\n    return FSDP(model)\n"}
+    assert status_of(together(texts)["main.py"][1], "SW137") == TOLD
+
+
+def test_inner_module_taken_where_there_is_one_is_none_to_decide():
+    asks = 'if hasattr(model, "_fsdp_wrapped_module"):'
+    unwrap = f"def unwrap(model):\n    {asks}\n        return unwrap(model._fsdp_wrapped_module)\n    return model\n"
+    _, findings = moved(f"{unwrap}\n\nmodel = unwrap(torch.compile(FSDP(model)))\n")
+    assert not status_of(findings, "SW127")
+
+
 def test_question_whether_the_class_could_be_imported_is_none_to_decide():
     _, findings = moved("model = FSDP(model)\nis_sharded = FSDP is not None and isinstance(model, FSDP)\n")
     assert not status_of(findings, "SW102")

@@ -306,8 +306,16 @@ def _report_internals(draft: FileDraft) -> None:
         for names, code, message, fix in _OF_MODELS:
             if not isinstance(node, ast.Attribute) or node.attr not in names or node in draft.taken:
                 continue
+            if node.attr == "_fsdp_wrapped_module" and _is_asked_for(context, node):
+                continue  # and not there
             if node.attr in _SURE or draft.sharded.holds_part(node.value):
                 _leave(draft, code, node, message.format(node.attr), fix)
+
+
+def _is_asked_for(context: FileContext, node: ast.Attribute) -> bool:
+    """Whether a test around an attribute asks by name whether the object has it."""
+    tests = [one.test for one in context.ancestors(node) if isinstance(one, ast.If | ast.IfExp | ast.While)]
+    return any(getattr(one, "value", None) == node.attr for test in tests for one in ast.walk(test))
 
 
 def _decides_by_flat_names(context: FileContext, node: ast.AST) -> bool:

@@ -358,10 +358,14 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
             tree = ast.parse(text)
         except (SourceError, SyntaxError):
             continue  # with fewer rules
-        if _imports_torch(tree) and _imports_late(context) and not draft.sharded.constructors:
+        is_early = _imports_torch(tree) and _imports_late(context)
+        if is_early and not draft.sharded.constructors:
             why = "the file imports torch only when it is needed; rewritten, it would do so at once"
             return original, [undone(note, why) for note in notes]
-        return text, notes
+        if is_early:
+            message = "the file imports torch at once now: it raises where torch is not installed"
+            draft.reported("SW137", context.tree, message, "nothing, if it always is; else move the new code to a file")
+        return text, sorted(draft.notes, key=lambda note: (note.line, note.code))
     return original, [undone(note, "the rewritten file would not parse") for note in notes]
 
 
