@@ -1,4 +1,4 @@
-"""The only folder that names private torch, by subject; `support` checks the installed torch."""
+"""The only package that uses private APIs of torch, by subject; `support` checks the installed torch."""
 
 # ruff: noqa: F403
 from shardwise.compat.support import check_torch
@@ -12,5 +12,5 @@ try:
     from shardwise.compat.one_rank import *
     from shardwise.compat.runtime import *
 except ImportError:
-    check_torch()  # says which private names are missing, and what to install
+    check_torch()  # raises with the missing private names and the versions to install
     raise

@@ -17,13 +17,13 @@ from shardwise.compat.fsdp import sharded_parameters
 
 
 def all_gather_flat(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather equal parts into one flat tensor; torch 2.13 renamed it and warns about the old name."""
+    """All-gather equal parts into one flat tensor; torch 2.13 renamed the function and warns about the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, part, group=group)
 
 
 def reduce_scatter_flat(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `whole` over the ranks and keep this rank's part of it; renamed in torch 2.13 too."""
+    """Reduce-scatter `whole` over the ranks; torch 2.13 renamed this function too."""
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     reduce_scatter(output, whole, group=group)
 
@@ -32,9 +32,9 @@ _num_private_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictio
 
 
 def private_store(purpose: str) -> Any:
-    """A part of the store that all ranks met at; its timeout is `init_process_group`'s.
+    """Return a namespace of the rendezvous store; its timeout is that of `init_process_group`.
 
-    Every rank must open its private stores in the same order: the count of them is the name of the part.
+    Every rank must open its private stores in the same order, because their number is part of the namespace.
     """
     store = dist.distributed_c10d._get_default_store()
     count = _num_private_stores.setdefault(dist.group.WORLD, itertools.count())
@@ -42,12 +42,12 @@ def private_store(purpose: str) -> Any:
 
 
 def private_gloo_group(store: Any, timeout: timedelta) -> Any:
-    """A gloo group of all ranks that torch does not know of, so that `destroy_process_group` leaves it alone."""
+    """Return a gloo group of all ranks that torch does not register, so `destroy_process_group` does not affect it."""
     return dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timeout)
 
 
 def gather_on(group: Any, tensor: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Fill `parts` on rank 0 with every rank's tensor, on a group that torch does not know of."""
+    """Gather every rank's tensor into `parts` on rank 0, on a group that is not registered in torch."""
     options = dist.GatherOptions()
     options.rootRank = 0
     group.gather([parts] if parts else [], [tensor], options).wait()
@@ -64,19 +64,19 @@ def watch_collectives(
 
     Args:
         group: An FSDP2 parameter group.
-        before: Gets whether it is a reduction, the elements sent, and whether gradients are recorded. It may raise: the
-            collective is then not started.
-        failed: Called with what the collective raised; may raise something that says more.
-        waiting: Called now and then while the CPU waits for the others; may raise. On GPUs the CPU does not wait here.
+        before: Receives whether it is a reduction, the number of elements sent, and whether gradients are recorded.
+            If it raises, the collective is not started.
+        failed: Called with the error of a collective; may raise a more specific one.
+        waiting: Called periodically while the CPU waits for other ranks; may raise. On GPUs the CPU does not wait here.
 
     Returns:
-        A function that stops it.
+        A function that stops the observation.
     """
     unshard, with_gradient = group.unshard, False
 
     def note_then_unshard(async_op: bool = False) -> None:
         nonlocal with_gradient
-        with_gradient = torch.is_grad_enabled()  # further down FSDP2 switches it off
+        with_gradient = torch.is_grad_enabled()  # FSDP2 disables gradients before the all-gather
         unshard(async_op)
 
     note_then_unshard.watched = unshard  # pyrefly: ignore[missing-attribute]
@@ -97,19 +97,19 @@ def watch_collectives(
                 failed(error)
                 raise
 
-        # A subclass, since FSDP2 asks for the class when its own settings change it.
+        # A subclass, because FSDP2 checks the type when a setting replaces the object.
         comm.__class__ = type(plain.__name__, (plain,), {"__call__": start})
         return functools.partial(setattr, comm, "__class__", plain)
 
     group.unshard = note_then_unshard
     undo = [report(group._all_gather_comm, False), report(group._reduce_scatter_comm, True)]
-    watched = weakref.ref(group)  # whoever keeps what we return must not keep the model
+    watched = weakref.ref(group)  # `stop` must not keep the model alive
 
     def stop() -> None:
         for restore in undo:
             restore()
         if (group := watched()) is not None and hasattr(group.unshard, "watched"):
-            group.unshard = group.unshard.watched  # unless something else was put around it since
+            group.unshard = group.unshard.watched  # unless it was wrapped again since
 
     return stop
 
@@ -118,25 +118,25 @@ _SLICE = timedelta(seconds=0.25)
 
 
 def wait_in_slices(work: Any, process_group: Any, waiting: Callable[[], None]) -> None:
-    """Wait for a collective, and let `waiting` end the wait by raising."""
+    """Wait for a collective; call `waiting` periodically, which may end the wait by raising."""
     while work is not None:
         try:
             work.wait(_SLICE)
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # raises if it failed; it may also have ended between the two
+                work.wait()  # raises if it failed; it may also have completed meanwhile
                 return
         try:
             waiting()
         except Exception:
-            # Destroying the group would wait for the collective, which may never end: leave it to the process's end.
+            # Destroying the group would wait for the collective, which may never end: keep it until the process ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
             raise
 
 
 def process_groups_of(group: Any) -> tuple[Any, Any]:
-    """The process groups over which a group is sharded and replicated; None where it is not."""
+    """The process groups over which a group is sharded and replicated; None for no such axis."""
     info = group.mesh_info
     return getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None)
 
@@ -165,7 +165,7 @@ def store_connector(prefix: str, timeout: timedelta = timedelta(seconds=30)) -> 
     store: Any = dist.distributed_c10d._get_default_store()
 
     def connect() -> Any:
-        own = store.clone()  # a connection serves one thread at a time, and others wait in theirs for minutes
+        own = store.clone()  # a connection serves one thread at a time, which may wait for minutes
         own.set_timeout(timeout)
         return dist.PrefixStore(prefix, own)
 
@@ -173,7 +173,7 @@ def store_connector(prefix: str, timeout: timedelta = timedelta(seconds=30)) -> 
 
 
 def flight_record() -> bytes | None:
-    """The pickle of torch's flight recorder on this rank; None where it is off or empty."""
+    """The pickle of torch's flight recorder on this rank; None if it is off or empty."""
     extension = torch._C._distributed_c10d
     dump = getattr(extension, "_dump_fr_trace", None) or getattr(extension, "_dump_nccl_trace", None)
     return dump() if dump is not None else None
@@ -186,7 +186,7 @@ def collective_numels(group: Any) -> tuple[int, int]:
 
 
 def is_data_parallel(group: Any) -> bool:
-    """Whether nothing but FSDP2 cuts a group's parameters: no tensor parallelism, which communicates in between."""
+    """Whether only FSDP2 shards a group's parameters, without tensor parallelism, which communicates inside layers."""
     num_axes = group.mesh_info.mesh.ndim
     return all(isinstance(p, DTensor) and p.device_mesh.ndim == num_axes for p in sharded_parameters(group))
 
@@ -195,13 +195,13 @@ _local_depth = 0
 
 
 def are_collectives_local() -> bool:
-    """Whether `local_collectives` is in force."""
+    """Whether `local_collectives` is active."""
     return _local_depth > 0
 
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
-    """Within the block, FSDP2's and shardwise's collectives only fill their outputs, from this rank's own data."""
+    """Replace FSDP2's and shardwise's collectives inside the block by local copies of this rank's data."""
 
     def all_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         for part in output_tensor.view(-1).split(max(input_tensor.numel(), 1)):

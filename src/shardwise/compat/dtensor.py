@@ -19,34 +19,34 @@ def base_of_view(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a tensor; also tells meta tensors apart, whose data pointer is 0."""
+    """Identity of a tensor's storage; also distinguishes meta tensors, whose data pointer is 0."""
     return tensor.untyped_storage()._cdata
 
 
 def dtensor_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """`local` as the part of a DTensor placed like `parameter`; unlike `from_local` it stays on its device."""
+    """Return a DTensor with this local tensor, placed like `parameter`; unlike `from_local` it keeps the device."""
     meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
 def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """What is written to `tensor` inside is not counted as a change that autograd or anybody else should notice."""
+    """Hide writes to `tensor` inside the block from its version counter, which autograd checks."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def replace_in_place(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Give `old` the storage and device of `new`, so that every holder of `old` (ties, optimizers) sees it.
+    """Give `old` the storage and device of `new`, so that every reference to `old` (ties, optimizers) stays valid.
 
     Returns:
-        `old`; or a new tensor that must be registered in its place, where torch cannot swap them.
+        `old`; or, if torch cannot swap them, a new tensor to register in its place.
     """
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)  # marks that a user set on the parameter
+    new.__dict__.update(old.__dict__)  # user attributes of the parameter
     try:
         torch.utils.swap_tensors(old, new)
-    except RuntimeError:  # recurrent layers hold their weights weakly, a graph may hold them too
+    except RuntimeError:  # weak references (recurrent layers), or references from a graph
         return new
     return old
 
@@ -55,28 +55,28 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """Return the flattened mesh, a slice of the same root mesh; cached.
 
     Ranks:
-        Collective, the first time.
+        Collective on the first call.
     """
     return mesh._flatten()
 
 
 def joined_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """The axes of several slices of one root mesh as one mesh; no process group is made."""
+    """Join several slices of one root mesh into one mesh; creates no process group."""
     return DeviceMesh._concatenate(list(meshes))
 
 
 def is_aliased(tensor: torch.Tensor) -> bool:
-    """Whether another tensor (a view, `.data`) holds the same storage."""
-    # One count is the tensor's, one that of the storage object made here.
+    """Whether another tensor (a view, `.data`) shares the storage."""
+    # Two references: the tensor's, and the storage object created here.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
 def cuts_along(spec: Any, dim: int) -> list[tuple[int, Any]]:
-    """The mesh axes that cut `dim` of a DTensor, in the order in which they do, each with its placement.
+    """Return the mesh axes that shard `dim` of a DTensor, in the order of sharding, each with its placement.
 
-    FSDP2 cuts what tensor or expert parallelism has left of a dimension, and writes that as `_StridedShard` with the
-    number of parts that the later axes make: such an axis comes after those, as a plain `Shard`. Read from left to
-    right, as torch's own functions do, uneven sizes would give other rows.
+    FSDP2 shards the tensor- or expert-parallel shards once more. Its placement is a `_StridedShard` with the number of
+    parts of the later axes, so here that axis follows them, as a plain `Shard`. Applying the placements from left to
+    right, as torch's own functions do, would give other rows for uneven sizes.
     """
     axes = [
         axis
@@ -86,24 +86,24 @@ def cuts_along(spec: Any, dim: int) -> list[tuple[int, Any]]:
     for entry in getattr(spec, "shard_order", None) or ():
         if entry.tensor_dim == dim:
             axes = list(entry.mesh_dims)
-    cuts, nested, num_parts = [], [], 1
+    outer, nested, num_parts = [], [], 1
     for axis in reversed(axes):
         placement = spec.placements[axis]
         if num_parts > 1 and getattr(placement, "split_factor", 1) == num_parts:
             nested.append((axis, Shard(dim)))
         else:
-            cuts.insert(0, (axis, placement))
+            outer.insert(0, (axis, placement))
         num_parts *= spec.mesh.size(axis)
-    return cuts + nested
+    return outer + nested
 
 
 def spec_of(tensor: DTensor) -> Any:
-    """Mesh, placements, shape and dtype of a DTensor; hashable, and its hash is computed once."""
+    """Mesh, placements, shape and dtype of a DTensor; hashable, with a cached hash."""
     return tensor._spec
 
 
 def split_rows(placement: Any, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Row numbers as a placement that shards would divide them among `count` ranks, in its own manner."""
+    """Split row numbers over `count` ranks as `placement` does, which must be a sharding one."""
     is_strided = hasattr(placement, "split_factor")
     strided = type(placement)(dim=0, split_factor=placement.split_factor) if is_strided else Shard(0)
     return tuple(strided._split_tensor(rows, count, with_padding=False)[0])
@@ -114,10 +114,10 @@ def watch_data(
     on_read: Callable[[Any, torch.Tensor], None],
     assign: Callable[[Any, torch.Tensor], bool],
 ) -> None:
-    """Call `on_read(tensor, data)` at each `tensor.data` of a class of tensors, `assign(tensor, value)` at assignments.
+    """Call `on_read(tensor, data)` at reads of `tensor.data` of a tensor class, and `assign(tensor, value)` at writes.
 
-    Where `assign` returns False, torch continues: it changes only the metadata of a DTensor; the local tensor,
-    which is what trains, stays as it was.
+    If `assign` returns False, torch assigns: for a DTensor it changes only the metadata, and the local tensor, which is
+    trained, stays unchanged.
     """
     plain: Any = torch._C.TensorBase.data  # the descriptor, not a tensor
 
@@ -146,7 +146,7 @@ def reduce_in_place(tensor: DTensor) -> None:
 
 
 def answer_operator(operator: Any, answer: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
-    """Let `answer(plain, args, kwargs)` run an operator on DTensors; `plain()` runs it as before, or as torch does."""
+    """Run an operator on DTensors by `answer(plain, args, kwargs)`; `plain()` runs the earlier handler, or torch's."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyrefly: ignore[bad-assignment]
     earlier = _ANSWERS.get(operator)
 
@@ -154,7 +154,7 @@ def answer_operator(operator: Any, answer: Callable[[Callable[[], Any], Any, Any
         def plain() -> Any:
             if earlier is not None:
                 return earlier(operator, args, kwargs)
-            handlers.pop(operator, None)  # another thread may have
+            handlers.pop(operator, None)  # absent if another thread removed it
             try:
                 return operator(*args, **kwargs)
             finally:
@@ -166,21 +166,21 @@ def answer_operator(operator: Any, answer: Callable[[Callable[[], Any], Any, Any
 
 
 _ANSWERS: dict[Any, Any] = {}
-"""Our newest handler of each operator."""
+"""The latest handler of each operator."""
 
 
 def replicates_implicitly() -> bool:
-    """Whether plain tensors count as replicated now: inside `implicit_replication()`."""
+    """Whether plain tensors currently count as replicated, as inside `implicit_replication()`."""
     return DTensor._op_dispatcher._allow_implicit_replication
 
 
 def in_place_operators() -> list[Any]:
-    """Every operator of torch's own that writes to a tensor in place."""
+    """All operators of torch that write to a tensor in place."""
     return [operator for operator in _operators() if re.search(r"\w_(\.|$)", operator.name())]
 
 
 def operators_without_strategy() -> list[Any]:
-    """Operators on tensors for which torch knows no way on DTensors; random ones are left out."""
+    """Operators without a sharding strategy for DTensors; random ones are excluded."""
     tables = [table for table in vars(DTensor._op_dispatcher.sharding_propagator).values() if isinstance(table, dict)]
     known = {operator for table in tables for operator in table}.union(DTensor._op_dispatcher._custom_op_handlers)
     return [
@@ -193,7 +193,7 @@ def operators_without_strategy() -> list[Any]:
         and torch.Tag.nondeterministic_seeded not in operator.tags
         and not operator._schema.name.startswith(
             ("aten::resize", "aten::set", "aten::sparse")
-        )  # they change memory, not values
+        )  # these change memory, not values
     ]
 
 

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 
 def fsdp_state(module: nn.Module) -> Any:
-    """FSDP2's own state of `module`, or None when `fully_shard` was not applied to it."""
+    """FSDP2's state of `module`, or None if `fully_shard` was not applied to it."""
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The modules of the tree that `fully_shard` was applied to, root first; of several sharded as one, the first."""
+    """The modules of the tree with `fully_shard` applied, root first; of several in one call, only the first."""
     first: dict[int, Any] = {}
     for module in model.modules():
         if (state := fsdp_state(module)) is not None:
@@ -30,7 +30,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """The parameter groups that one application of `fully_shard` made; none where it was not applied."""
+    """The parameter groups of one application of `fully_shard`; empty if it was not applied."""
     state = fsdp_state(module)
     return [] if state is None else _groups_of(state)
 
@@ -46,7 +46,7 @@ SPLITS_GROUPS = isinstance(getattr(FSDPState, "_fsdp_param_group", None), proper
 
 
 def set_complex_apart(module: nn.Module) -> None:
-    """Give the complex parameters of a freshly sharded module a group of their own, in their stored dtype.
+    """Move the complex parameters of a newly sharded module to a separate group, in their storage dtype.
 
     FSDP2 reduces the gradients of a group in one buffer of one dtype.
     """
@@ -80,13 +80,13 @@ def parameter_records(groups: Iterable[Any]) -> list[Any]:
 
 
 def extension_of(parameter: torch.Tensor) -> Any:
-    """The local tensor of a sharded parameter, where it says itself how it is all-gathered; None: it does not."""
+    """The local tensor of a sharded parameter if it defines its own all-gather (`fsdp_pre_all_gather`), else None."""
     local = getattr(parameter, "_local_tensor", None)
     return local if hasattr(local, "fsdp_pre_all_gather") else None
 
 
 class _GatherBytes:
-    """A group's all-gather that sends bytes: gloo does not know float8, in which a group may be gathered."""
+    """A group's all-gather as bytes: gloo does not support float8, which a group may be all-gathered in."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -106,32 +106,32 @@ def gather_bytes(model: nn.Module) -> None:
 
 
 def drop_records(group: Any, is_dropped: Callable[[Any], bool]) -> None:
-    """Let a group no longer shard some of its parameters; it must be sharded now."""
+    """Remove parameters from a group, which must currently be sharded."""
     for fsdp_param in filter(is_dropped, group.fsdp_params):
         fsdp_param._post_load_hook_handle.remove()
     group.fsdp_params = [fsdp_param for fsdp_param in group.fsdp_params if not is_dropped(fsdp_param)]
 
 
 def sharded_parameter(fsdp_param: Any) -> nn.Parameter:
-    """The DTensor parameter that a record is about."""
+    """The DTensor parameter of a record."""
     return fsdp_param.sharded_param
 
 
 def sharded_parameters(group: Any) -> Iterator[nn.Parameter]:
-    """The DTensor parameters that a group shards, whatever is registered on the modules right now."""
+    """The DTensor parameters of a group, even if others are currently registered on the modules."""
     for fsdp_param in group.fsdp_params:
         yield fsdp_param.sharded_param
 
 
 def unsharded_parameters(group: Any) -> Iterator[nn.Parameter]:
-    """The unsharded parameters of a group that exist by now (they outlive their storage)."""
+    """The existing unsharded parameters of a group; they exist also while their storage is freed."""
     for fsdp_param in group.fsdp_params:
         if (parameter := getattr(fsdp_param, "_unsharded_param", None)) is not None:
             yield parameter
 
 
 def is_unsharded(group: Any) -> bool:
-    """Whether the group's plain parameters are registered on its modules now."""
+    """Whether the group's unsharded parameters are currently registered on its modules."""
     return not group.is_sharded
 
 
@@ -143,7 +143,7 @@ def reshard_group(group: Any) -> None:
 def around_method(
     owner: Any, name: str, *, before: Callable[[], Any] | None = None, after: Callable[[], Any] | None = None
 ) -> None:
-    """Call `before` ahead of a method of one object, and `after` when it has returned."""
+    """Call `before` ahead of a method of one object, and `after` once it has returned."""
     method = getattr(owner, name)
 
     @functools.wraps(method)
@@ -164,10 +164,10 @@ def around_unsharded(
     after_unshard: Callable[[Any], None],
     before_reshard: Callable[[Any], None],
 ) -> None:
-    """Call functions with the group around the time that its parameters are unsharded.
+    """Call functions with the group when its parameters are unsharded and resharded.
 
-    `before_unshard` is called while the shards are registered on the modules, `after_unshard` once the parameters are
-    unsharded, `before_reshard` before those are freed.
+    `before_unshard` is called while the shards are registered on the modules, `after_unshard` once the unsharded
+    parameters are registered, `before_reshard` before they are freed.
     """
 
     def waited() -> None:
@@ -196,20 +196,20 @@ _SHOWS_SHARDS = "shardwise_shows_shards"
 
 
 def show_shards(group: Any) -> None:
-    """Register the shards on the modules, though the parameters stay unsharded until they are waited for again."""
+    """Register the shards on the modules until the next wait for unsharding; the unsharded parameters are not freed."""
     vars(group)[_SHOWS_SHARDS] = True
     for fsdp_param in group.fsdp_params:
         fsdp_param._setattr_on_modules(fsdp_param.sharded_param)
 
 
 def before_reset(group: Any, check: Callable[[Any], None]) -> None:
-    """Call `check(record)` before FSDP2 takes what is registered for the shard, as it does at the first forward."""
+    """Call `check(record)` before FSDP2 adopts the registered parameter as the shard, as in the first forward."""
     for record in group.fsdp_params:
         around_method(record, "reset_sharded_param", before=functools.partial(check, record))
 
 
 def keep_unsharded(groups: Iterable[Any]) -> Callable[[], None]:
-    """Leave groups unsharded where FSDP2 would free them, until the function that is returned is called."""
+    """Disable resharding of groups until the returned function is called."""
     kept = [group for group in groups if "reshard" not in vars(group)]
     for group in kept:
         group.reshard = lambda: None
@@ -222,13 +222,13 @@ def keep_unsharded(groups: Iterable[Any]) -> Callable[[], None]:
 
 
 def wait_before_unshard(group: Any) -> None:
-    """Let the next all-gather of a group wait for what the current stream writes into its shards now."""
+    """Let the next all-gather of a group wait for pending writes of the current stream to its shards."""
     if group.device.type != "cpu":
         group.comm_ctx.all_gather_copy_in_stream.wait_stream(group.device_handle.current_stream())
 
 
 def wait_for_reduced_gradients(groups: Iterable[Any]) -> None:
-    """Let the current stream wait for gradients that are being reduced."""
+    """Let the current stream wait for pending gradient reductions."""
     for group in groups:
         if group.device.type != "cpu":
             for stream in (group.comm_ctx.reduce_scatter_stream, group.comm_ctx.all_reduce_stream):
@@ -236,11 +236,11 @@ def wait_for_reduced_gradients(groups: Iterable[Any]) -> None:
 
 
 def take_over_hooks(module: nn.Module, hook_output: Callable[[Any], None]) -> None:
-    """Remove the forward hooks that `fully_shard` put on a module; the caller runs them from its own.
+    """Remove the forward hooks that `fully_shard` registered on a module; the caller must run them in its own hooks.
 
     Args:
         module: A module of the group.
-        hook_output: Called with each output of the group instead of FSDP2's own registration for backward.
+        hook_output: Called with each output of the group, instead of FSDP2's registration of backward hooks.
     """
 
     def register(output: Any) -> Any:
@@ -254,16 +254,16 @@ def take_over_hooks(module: nn.Module, hook_output: Callable[[Any], None]) -> No
 
 
 def initialise(root: nn.Module) -> None:
-    """Let the root take its groups under it, if no forward has done so yet: a part may be called first."""
+    """Run FSDP2's lazy initialization from the root, unless done, because a submodule may be called first."""
     if is_root(root) is None:
         fsdp_state(root)._lazy_init()
 
 
 def _unseen_when_recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep gathering out of the list that selective activation checkpointing makes of a block's operators.
+    """Hide all-gathers from the operator list that selective activation checkpointing records of a block.
 
-    The recomputation gathers the groups inside a block at other times than the first run did, and torch refuses
-    a recomputation whose operators are not those of the list.
+    The recomputation unshards the groups inside a block at other times than the first run, and torch raises if the
+    operators of a recomputation differ from the list.
     """
 
     @functools.wraps(function)
@@ -278,7 +278,7 @@ def _unseen_when_recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _outside_inference_mode() -> Iterator[None]:
-    """FSDP2 keeps the tensors it gathers into; made in inference mode, they could never be trained with later."""
+    """Leave inference mode inside the block: FSDP2 keeps unsharded parameters, and inference tensors cannot train."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -299,7 +299,7 @@ def enter_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Run FSDP2's pre-forward hook of `module` by hand."""
     if is_recomputing(module):
         for group in groups_of(module):
-            # Its gradients of another call are reduced already; those of this one must be too when backward ends.
+            # Gradients of another call are already reduced; those of this call must be reduced when backward ends.
             group._training_state = type(group._training_state).PRE_BACKWARD
     with _outside_inference_mode():
         return fsdp_state(module)._pre_forward(module, args, kwargs)
@@ -312,7 +312,7 @@ def leave_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def is_recomputing(module: nn.Module) -> bool:
-    """Whether the forward of `module` now running is activation checkpointing's recomputation."""
+    """Whether the current forward of `module` is a recomputation by activation checkpointing."""
     return fsdp_state(module)._training_state.name == "PRE_BACKWARD"
 
 
@@ -329,14 +329,14 @@ def on_backward_start(module: nn.Module, callback: Callable[[], None]) -> None:
 def on_backward_end(module: nn.Module, callback: Callable[[], None]) -> None:
     """Call `callback` after FSDP2 has finished each backward that entered `module`'s tree.
 
-    FSDP2 queues the bound method of whichever state meets the backward first, so every state is given it.
+    FSDP2 queues the bound method of the first state that backward reaches, so all states are patched.
     """
     for state in map(fsdp_state, fsdp_modules(module)):
         around_method(state, "_root_post_backward_final_callback", after=callback)
 
 
 def is_resharded(group: Any) -> bool:
-    """Whether a group is sharded with no all-gather in flight: nothing holds weights of before the step."""
+    """Whether a group is sharded with no all-gather in flight, so that no copy of older weights exists."""
     return group.is_sharded and group._all_gather_result is None
 
 
@@ -347,21 +347,21 @@ def wait_and_reshard(group: Any) -> None:
 
 
 def is_root(module: nn.Module) -> bool | None:
-    """Whether the first forward found this module to be its model's root; None before that."""
+    """Whether FSDP2 treats this module as the root; None before lazy initialization."""
     return fsdp_state(module)._is_root
 
 
 def reset_iteration(root: Any) -> None:
     """Reset a root's tree for a new forward: no pending all-gathers, everything sharded; gradients are kept."""
     partial = [(group, group._partial_reduce_output) for group in param_groups(root)]
-    if is_root(root) is None:  # no forward has run yet: there is nothing to reset but an early unshard()
+    if is_root(root) is None:  # before the first forward only an early unshard() needs a reset
         for group in groups_of(root):
             group._to_sharded()
     elif hasattr(root, "reset_iter_state"):  # torch >= 2.13
         root.reset_iter_state()
     else:
         _reset_iteration_by_hand(fsdp_state(root))
-    for group, reduced in partial:  # HSDP's sums, which are not yet averaged over the replicas
+    for group, reduced in partial:  # HSDP's partial sums, not yet reduced over the replicas
         group._partial_reduce_output = reduced
 
 
@@ -378,7 +378,7 @@ def _reset_iteration_by_hand(state: Any) -> None:
         nested._modules_to_run_forward.clear()
         nested._training_state = idle
         for group in _groups_of(nested):
-            group.finalize_backward()  # waits for the group's collectives and forgets them
+            group.finalize_backward()  # waits for the group's collectives and drops them
             group._reshard_after_forward_event = None
             group._partial_reduce_output = None
             group._training_state = idle
@@ -393,14 +393,15 @@ def is_running_backward(module: nn.Module) -> bool:
 
 
 def was_left_midway(module: nn.Module) -> bool:
-    """Whether an earlier backward of this tree raised: its last callback is queued but can no longer run."""
+    """Whether an earlier backward of this tree raised: its final callback is queued but will not run."""
     is_queued = fsdp_state(module)._state_ctx.post_backward_final_callback_queued
     return is_queued and torch._C._current_graph_task_id() == -1
 
 
 @contextlib.contextmanager
 def untouched_by_fsdp(groups: Iterable[Any], refuse: Callable[..., NoReturn]) -> Iterator[None]:
-    """Let other parameters stand for those of the groups: FSDP2 does not adopt them, and calls `refuse` to gather."""
+    """Allow other parameters to be registered for those of the groups: FSDP2 does not adopt them, and unsharding calls
+    `refuse`."""
     with contextlib.ExitStack() as stack:
         for group in groups:
             stack.enter_context(_shadowed(group, "unshard", refuse))
@@ -433,30 +434,30 @@ def is_in_backward(group: Any) -> bool:
 
 
 def places_of(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that register a parameter, and the names there; several where it is tied."""
+    """The modules that register a parameter, and its name in each; several if it is tied."""
     info = fsdp_param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def devices_of(fsdp_param: Any) -> tuple[torch.device, torch.device]:
-    """Where a parameter's shard is kept, the CPU when offloading; and where it is gathered and computed with."""
+    """The device of a parameter's shard, which is the CPU when offloading, and the compute device."""
     return torch.device("cpu") if fsdp_param.offload_to_cpu else fsdp_param.device, fsdp_param.device
 
 
 def adopt_shard(fsdp_param: Any) -> None:
-    """Let FSDP2 take what is registered now for a parameter's shard; it pads and pins it where it needs to."""
+    """Let FSDP2 adopt the registered parameter as the shard, padded and pinned as needed."""
     fsdp_param.reset_sharded_param()
 
 
 def real_and_padded_numel(fsdp_param: Any) -> tuple[int, int]:
-    """Elements of a parameter, and elements that all ranks of its shard axis hold of it, padding included."""
+    """Number of elements of a parameter, without and with the padding on all ranks of its shard axis."""
     real = fsdp_param._orig_size.numel()
     padded = fsdp_param.padded_sharded_param_size.numel() * fsdp_param.mesh_info.shard_mesh_size
     return real, padded
 
 
 def named_groups(model: nn.Module) -> dict[str, Any]:
-    """FSDP2's groups by the module they stand for, in the order of the modules."""
+    """FSDP2's groups by module name, in the order of the modules."""
     names = {module: name or "(root)" for name, module in model.named_modules()}
     return {
         names[module] + (f" [{number}]" if number else ""): group

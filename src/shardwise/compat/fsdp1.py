@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import wrap
 
-# What scripts use although its name is private.
+# Private names that scripts use.
 or_policy, module_wrap_policy, Policy = wrap._or_policy, wrap._module_wrap_policy, wrap._Policy
 
 
@@ -18,7 +18,7 @@ def default_comm_hooks() -> Any:
 
 
 def fsdp1_flat_params(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """FSDP1's flat parameters in a wrapped model, each with the name of the module that was wrapped."""
+    """FSDP1's flat parameters in a wrapped model, each with the name of its wrapped module."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for name, module in model.named_modules():
@@ -27,7 +27,7 @@ def fsdp1_flat_params(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def flat_param_entries(flat_param: Any) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Name (in its wrapped module), shape and first element of each parameter in a flat one of FSDP1."""
+    """Name (in the wrapped module), shape and offset of each parameter in a flat parameter of FSDP1."""
     names = iter(zip(flat_param._fqns, flat_param._shapes, strict=True))
     start = 0
     for numel, is_padding in zip(flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True):
@@ -38,12 +38,12 @@ def flat_param_entries(flat_param: Any) -> Iterator[tuple[str, tuple[int, ...], 
 
 
 def flat_param_ties(flat_param: Any) -> Iterator[tuple[str, str]]:
-    """Further names of parameters in a flat one of FSDP1, each with the name it is stored under."""
+    """Additional names of tied parameters in a flat parameter of FSDP1, each with the stored name."""
     for info in flat_param._shared_param_infos:
         also, stored = (info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)
         yield ".".join(filter(None, also)), ".".join(filter(None, stored))
 
 
 def flat_param_numel(flat_param: Any) -> int:
-    """Elements of all ranks' parts of a flat parameter of FSDP1, without the padding of the last rank."""
+    """Number of elements of an unsharded flat parameter of FSDP1, without the last rank's padding."""
     return flat_param._unpadded_unsharded_size.numel()

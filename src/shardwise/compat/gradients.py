@@ -22,20 +22,20 @@ _HAS_GRAD_DTYPE = not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 def patch_accumulation(model: nn.Module) -> None:
     """Fix FSDP2's gradient accumulation in the whole tree; idempotent.
 
-    Before torch 2.15, where parameters are not used in every micro-step: (1) a group that has never run raises an
-    AttributeError while reduction is off; (2) a parameter whose first gradient comes with the last micro-step has
-    another dtype than the accumulated ones and fails an assertion (pytorch#196996); (3) HSDP's partial sums are
-    dropped, or added to the wrong parameters, when the micro-steps did not use the same ones.
+    Before torch 2.15, if parameters are not used in every micro-step: (1) a group that has never run raises an
+    AttributeError while reduction is off; (2) the gradient of a parameter first used in the last micro-step has another
+    dtype than the accumulated ones and fails an assertion (pytorch#196996); (3) HSDP's partial sums are dropped, or
+    added to the wrong parameters, if micro-steps use different parameters.
 
-    Since torch 2.15, where the reduce dtype is narrower than the compute dtype: autograd rounds each gradient of a
-    parameter that is used twice before it adds them.
+    Since torch 2.15, if the reduce dtype has fewer bits than the compute dtype: autograd rounds each gradient of a
+    parameter that is used twice before adding them.
     """
     for group in param_groups(model):
         patch_group(group)
 
 
 def patch_group(group: Any) -> None:
-    """The same for one group."""
+    """Fix gradient accumulation of one group."""
     if hasattr(group, "_shardwise_patched"):
         return
     group._shardwise_patched = True
@@ -49,7 +49,7 @@ def _widen(group: Any) -> None:
     for parameter in unsharded_parameters(group):
         dtype = parameter.grad_dtype
         if dtype is not None and dtype.itemsize < parameter.dtype.itemsize:
-            parameter.grad_dtype = None  # as autograd computes it; the reduction rounds the sum
+            parameter.grad_dtype = None  # autograd's own dtype; the reduction rounds the sum
 
 
 def zero_gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -58,14 +58,14 @@ def zero_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def partial_sums(group: Any) -> dict[Any, tuple[int, int]]:
-    """The parameters in what HSDP has summed over shards and not yet over replicas, with first element and length."""
+    """The parameters in HSDP's sum over shards that is not yet reduced over replicas, with offset and length."""
     return {} if group._partial_reduce_output is None else getattr(group, "_partial_reduce_output_layout", {})
 
 
 def lay_out_partial_sums(group: Any, params: Iterable[Any]) -> None:
     """Restrict HSDP's partial sums to `params`, with zeros for missing ones."""
     before, after, parts = partial_sums(group), {}, []
-    # The sum was written on this stream and is read on it next.
+    # The stream that wrote the sum and reads it next.
     with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
         partial, start = group._partial_reduce_output, 0
         for param in params:
@@ -125,23 +125,23 @@ def _is_reduced_as_zero(group: Any, param: Any) -> bool:
 
 
 def reduces_gradients(group: Any) -> bool:
-    """Whether this backward's gradients become final: reduced over all ranks, replicas included."""
+    """Whether backward reduces gradients over all ranks, including replicas."""
     return group.reduce_grads and group.all_reduce_grads
 
 
 def reduce_when_backward_ends(group: Any) -> None:
     """Keep a group unsharded until the end of backward, instead of until its first input has a gradient.
 
-    It is also left out of the order that backward prefetches by: that order must be the same on every rank, and a
-    gathered group is kept even where its module did not run.
+    It is also excluded from the prefetch order of backward: that order must be the same on every rank, and the group
+    stays unsharded even on ranks that did not run its module.
     """
     group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
     group._record_post_forward = lambda: None
 
 
 def around_post_backward(group: Any, before: Callable[[], None], after: Callable[[], None] | None = None) -> None:
-    """Call `before` just before a group reduces its gradients, and `after` afterwards."""
-    patch_group(group)  # the patch must see what callbacks add, so it is the innermost
+    """Call `before` before a group reduces its gradients, and `after` after it."""
+    patch_group(group)  # innermost: the patch must include gradients that the callbacks add
     fsdp.around_method(group, "post_backward", before=before, after=after)
 
 
@@ -159,15 +159,15 @@ def replace_post_backward_hook(group: Any, register: Callable[[Any, Any, Any], t
 
 
 def reduce_after_backward_of(group: Any, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors as seen through a node that runs the group's post-backward when their gradients are known."""
+    """Return the tensors through an autograd node that runs the group's post-backward after their gradients."""
     return _PostBackward.apply(group, *tensors)
 
 
 class _PostBackward(torch.autograd.Function):
-    """FSDP2's own node, except for two things.
+    """FSDP2's autograd node, with two differences.
 
-    A tensor that nobody used gets no gradient: zeros would reach the parameters that made it, and weight decay and
-    momentum then move them. And its outputs are no views, which may not be written to in place.
+    An unused tensor gets no gradient: zeros would reach the parameters that it was computed from, and weight decay and
+    momentum would change them. Its outputs are no views, because views could not be written to in place.
     """
 
     generate_vmap_rule = True
@@ -192,9 +192,9 @@ class _PostBackward(torch.autograd.Function):
 
 
 def edges_before(node: Any, output: int) -> list[tuple[Any, int]]:
-    """The autograd nodes, each with one of its outputs, that an output of a node was computed from."""
+    """The autograd nodes, each with an output index, that an output of a node was computed from."""
     edges = list(node.next_functions)
-    # This one passes tensors through that have nothing to do with each other.
+    # This node passes unrelated tensors through.
     return edges[output : output + 1] if node.name().endswith("PostBackwardBackward") else edges
 
 
@@ -212,7 +212,7 @@ def gradient_sync(model: nn.Module, *, reduce: bool, all_reduce: bool, is_last: 
 
 
 def _switches(module: Any) -> tuple[bool, bool, bool]:
-    """Whether a module's gradients are reduced, between replicas too, and whether the next backward is the last."""
+    """Whether a module's gradients are reduced, and over replicas too, and whether the next backward is the last."""
     is_last = fsdp_state(module)._state_ctx.is_last_backward
     return next(((g.reduce_grads, g.all_reduce_grads, is_last) for g in groups_of(module)), (True, True, is_last))
 
@@ -224,7 +224,7 @@ def _switch(module: Any, reduce: bool, all_reduce: bool, is_last: bool) -> None:
 
 
 def clear_gradients(groups: Iterable[Any], modules: set[nn.Module], *, set_to_none: bool) -> None:
-    """Clear what groups keep of the gradients of `modules`' parameters: reduced, unreduced, HSDP's partial sums."""
+    """Clear the gradients of `modules`' parameters in groups: reduced, unreduced, and HSDP's partial sums."""
     for group in groups:
         cleared = {p for p in group.fsdp_params if any(module in modules for module, _ in fsdp.places_of(p))}
         for param in cleared:
@@ -251,7 +251,7 @@ def fill_unused_gradient(group: Any, fsdp_param: Any) -> bool | None:
     """Set a zero gradient on an unsharded, trainable parameter without one.
 
     Returns:
-        Whether it was filled; None when there is nothing to do: frozen, never gathered, or not reduced now.
+        Whether it was filled; None if not applicable: frozen, never unsharded, or not reduced now.
     """
     parameter = getattr(fsdp_param, "_unsharded_param", None)
     if parameter is None or not fsdp_param.sharded_param.requires_grad:
@@ -275,7 +275,7 @@ _BY_PRECISION = ("mp_policy", "all_gather_outputs", "_unsharded_inner_tensors", 
 
 
 def toggle_full_precision(group: Any) -> None:
-    """Compute and reduce a group in the dtype of its shards from now on; called again, by its own policy as before."""
+    """Switch a group between its own policy and compute and reduction in the dtype of its shards."""
     fresh = {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     fresh |= {"all_gather_outputs": [], "_unsharded_inner_tensors": []}
     fsdp.reshard_group(group)
@@ -288,7 +288,7 @@ def toggle_full_precision(group: Any) -> None:
 
 
 def step_in_backward(groups: Iterable[Any]) -> None:
-    """Step the optimizers that `_apply_optimizer_in_backward` gave to parameters; FSDP2 does not run its hooks."""
+    """Step the optimizers that `_apply_optimizer_in_backward` attached to parameters; FSDP2 does not run its hooks."""
     for group in groups:
         for record in group.fsdp_params:
             optimizers = record.sharded_param.__dict__.get("_in_backward_optimizers", ())
@@ -299,10 +299,10 @@ def step_in_backward(groups: Iterable[Any]) -> None:
 
 
 class LocalGradScaler(torch.amp.GradScaler):
-    """A gradient scaler that unscales this rank's part of each gradient, also in float16, and then asks `agree`."""
+    """A gradient scaler that unscales this rank's part of each gradient, also in float16, and then calls `agree`."""
 
     def agree(self, found_inf: torch.Tensor) -> None:
-        """Called with this rank's finding, to be overwritten by that of all ranks."""
+        """Hook for subclasses: reduce `found_inf` over all ranks in place."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
         shards: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -319,7 +319,7 @@ class LocalGradScaler(torch.amp.GradScaler):
             for flag in found.values():
                 if flag is not found_inf:
                     found_inf += flag.to(found_inf.device)
-            self.agree(found_inf)  # once: a rank may have no gradient on a device where the others have one
+            self.agree(found_inf)  # once in total: ranks may have gradients on different devices
             for flag in found.values():
                 flag.copy_(found_inf)
         return found
@@ -332,7 +332,7 @@ def unsharded_gradient_bytes(group: Any) -> int:
 
 
 def has_fused_kernels(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether torch's fused optimizers support all of these."""
+    """Whether torch's fused optimizers support all parameters."""
     devices = _get_fused_kernels_supported_devices()
     return all(p.is_floating_point() and p.device.type in devices for p in parameters)
 
@@ -344,7 +344,7 @@ def set_supports_found_inf(optimizer: torch.optim.Optimizer, allowed: bool) -> N
 
 def set_found_inf(optimizer: torch.optim.Optimizer, is_bad: torch.Tensor) -> bool:
     """Skip the next step on the device if `is_bad` is 1; return False if unsupported."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):  # fused kernels take what GradScaler sets
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):  # fused kernels read GradScaler's attributes
         return False
     optimizer.grad_scale, optimizer.found_inf = None, is_bad  # pyrefly: ignore[missing-attribute]
     return True

@@ -1,7 +1,7 @@
 """Groups of a single rank: no communication, so parameters and gradients are cast once, on the compute stream.
 
-FSDP2 casts a parameter and then copies it, and copies a gradient twice, through buffers that belong to streams of
-their own. Activations cannot reuse the memory of such buffers, so that a full GPU maps and unmaps memory in each step.
+FSDP2 casts a parameter and then copies it, and copies a gradient twice, through buffers of separate streams.
+Activations cannot reuse the memory of such buffers, so a full GPU maps and unmaps memory in each step.
 """
 
 import functools
@@ -21,7 +21,7 @@ _NUM_RESULTS = len(typing.get_args(typing.get_type_hints(_foreach_reduce)["retur
 
 
 def cast_instead_of_copies(model: nn.Module) -> None:
-    """Let the groups of the tree that have one rank, and nothing special about their parameters, do without copies."""
+    """Avoid the copies in groups of one rank without offloading or tensor subclasses."""
     for group in param_groups(model):
         if group.mesh_info.shard_mesh_size == 1 and any(map(_has_extension, group.fsdp_params)):
             group.wait_for_unshard = functools.partial(_copy_extensions, group, group.wait_for_unshard)
@@ -33,7 +33,7 @@ def cast_instead_of_copies(model: nn.Module) -> None:
 
 
 def keep_gradient_dtype(model: nn.Module) -> bool:
-    """Let gradients stay in the dtype of the computation where nothing is added to them: the cast would add no digit.
+    """Keep gradients in the compute dtype unless accumulated, because a cast would not add precision.
 
     Returns:
         Whether all groups of the tree do so.
@@ -51,7 +51,7 @@ def _has_extension(record: Any) -> bool:
 
 
 def _copy_extensions(group: Any, wait_for_unshard: Callable[[], None]) -> None:
-    """Copy all tensors that a parameter of a subclass is made of; with one shard, torch copies the first only."""
+    """Copy all inner tensors of subclass parameters; with one shard, torch copies only the first."""
     for record in filter(_has_extension, group.fsdp_params if group._all_gather_result is not None else ()):
         parts = record.all_gather_inputs
         sizes, dtypes = [part.numel() for part in parts], [part.dtype for part in parts]
@@ -64,7 +64,7 @@ def _copy_extensions(group: Any, wait_for_unshard: Callable[[], None]) -> None:
 
 
 def _unshard(group: Any, wait_for_unshard: Callable[[], None]) -> None:
-    """Copy each shard into the unsharded parameter, which casts it; torch would make a copy in that dtype first."""
+    """Copy each shard into the unsharded parameter, which casts it; torch would first create a copy in that dtype."""
     if group._all_gather_result is None:
         return
     dtypes = [(record, record.param_dtype) for record in group.fsdp_params]
@@ -85,7 +85,7 @@ def _reduce(records: list[Any], gradients: list[torch.Tensor], *rest: Any, **opt
     if group is None or group.gradient_divide_factor is not None or group._all_reduce_hook is not None:
         return _foreach_reduce(records, gradients, *rest, **options)
     for record in records:
-        _add_gradient(record, gradients.pop(0))  # each is freed when it has been cast
+        _add_gradient(record, gradients.pop(0))  # frees each gradient after its cast
     stream = group.device_handle.current_stream()
     event = stream.record_event()
     return (None, event, event, None, None, None) if _NUM_RESULTS == 6 else (None, event, stream, event, *[None] * 3)

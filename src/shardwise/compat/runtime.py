@@ -13,12 +13,12 @@ from torch import nn
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile makes kernels for the device."""
+    """Whether torch.compile generates kernels for the device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def memory_budget(budget: float) -> AbstractContextManager[None]:
-    """Context manager: compiled code saves this fraction of its activations for backward."""
+    """Context manager in which compiled code saves this fraction of its activations for backward."""
     return importlib.import_module("torch._functorch.config").patch("activation_memory_budget", budget)
 
 
@@ -39,10 +39,10 @@ def in_backward() -> bool:
 
 @contextmanager
 def fake_tensor_mode() -> Iterator[Any]:
-    """A context in which tensors have shapes and devices but no memory; real ones inside it count as fake."""
+    """Context manager in which tensors have shapes and devices but no memory; real ones are treated as fake."""
     from torch._subclasses import fake_tensor
 
-    # An operator that fake tensors cannot follow is an answer, not something to print a traceback about.
+    # Callers handle operators without fake support: torch must not log a traceback.
     logger = fake_tensor.log
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -53,7 +53,7 @@ def fake_tensor_mode() -> Iterator[Any]:
 
 
 def watch_operators(seen: Callable[[str, list[torch.Tensor]], None]) -> Any:
-    """A context that reports the name and the tensor arguments of every operator before it runs."""
+    """Context manager that reports the name and the tensor arguments of every operator before it runs."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -67,12 +67,12 @@ def watch_operators(seen: Callable[[str, list[torch.Tensor]], None]) -> Any:
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:
-    """Within the block, no class of tensors overrides torch's functions."""
+    """Disable `__torch_function__` of tensor subclasses inside the block."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def pin_host_memory(address: int, num_bytes: int) -> bool:
-    """Let the GPU copy straight to this memory of ours; False where the driver refuses."""
+    """Pin existing memory for direct copies of the GPU; return False if the driver refuses."""
     runtime: Any = torch.cuda.cudart()
     return int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
 
@@ -84,12 +84,12 @@ def unpin_host_memory(address: int) -> None:
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of the module's own buffers that no state dict holds."""
+    """Names of the module's own buffers that are not in its state dict."""
     return module._non_persistent_buffers_set
 
 
 def is_called_by_dcp() -> bool:
-    """Whether what calls this, a method of `nn.Module` made anew, works for torch.distributed.checkpoint's helpers."""
+    """Whether the caller, a replaced method of `nn.Module`, was called by torch.distributed.checkpoint."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -100,16 +100,15 @@ def is_called_by_dcp() -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward that this thread is running has yet to run, or has run, a node."""
+    """Whether a node is part of the current backward of this thread, already executed or not."""
     return torch._C._will_engine_execute_node(node)
 
 
 def watch_backward(before: Callable[[Any, Any, bool, bool, bool], bool], after: Callable[[], None]) -> None:
-    """Call `before` ahead of each backward of this process, and if it returns true, `after` in the end.
+    """Call `before` ahead of each backward of this process, and if it returns True, `after` at the end.
 
-    `before` gets the outputs that the backward starts from, the tensors whose gradients alone are asked for (none: of
-    all leaves), whether its own graph is recorded (`create_graph`), whether it accumulates into `.grad`, and whether
-    another backward may run over the same graph (`retain_graph`).
+    `before` receives the outputs where backward starts, the requested inputs (none: all leaves), `create_graph`,
+    whether gradients accumulate into `.grad`, and `retain_graph`.
     """
     run = torch.autograd.graph._engine_run_backward
 

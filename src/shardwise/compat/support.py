@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from shardwise.errors import EnvironmentProblem
 
 TESTED = ">=2.11,<2.16"
-"""As pyproject.toml declares it."""
+"""The same range as in pyproject.toml."""
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 NEEDED: dict[str, str] = {
@@ -81,9 +81,9 @@ NEEDED: dict[str, str] = {
     "torch.utils._pytree": "tree_leaves",
     "torch.utils.checkpoint": "_CachedTorchDispatchMode _CachingTorchDispatchMode",
 }
-"""What the rest of the package names of torch's private parts, by `module` or `module:class`.
+"""Private attributes of torch that the package uses, by `module` or `module:class`.
 
-`a|b`: one of them; `a=`: it is set too, so that a property without a setter does not do; `a?`: used only where it is.
+`a|b`: one of them; `a=`: also assigned, so a property needs a setter; `a?`: optional.
 """
 
 
@@ -92,7 +92,7 @@ def check_torch() -> None:
     """Check once for all private APIs that shardwise needs; warn about an untested torch.
 
     Raises:
-        EnvironmentProblem: Something is missing.
+        EnvironmentProblem: A private API is missing.
 
     Ranks:
         Local. All ranks of a run have the same torch.
@@ -136,7 +136,7 @@ def _has(owner: Any, name: str) -> bool:
 
 @functools.cache
 def _names_in_source(owner: type) -> frozenset[str]:
-    """Attributes that only instances have: those that a class's source annotates, or reads or sets on `self`."""
+    """Names of instance attributes: those that a class's source annotates, or reads or sets on `self`."""
     try:
         source = inspect.getsource(owner)
     except (OSError, TypeError):  # a class of the C extension

@@ -21,8 +21,8 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, query_positions: Ten
     """Return the mask of visible positions: those of the query's document up to itself.
 
     On GPUs it is a `BlockMask`, whose memory grows with the number of blocks of 128 x 128 positions. Elsewhere it is a
-    dense tensor to add to the scores: flex_attention has no backward on CPUs. `query_positions` are those of the
-    queries where a rank has a part of the sequence only (context parallelism).
+    dense tensor to add to the scores, because flex_attention has no backward on CPUs. Pass `query_positions` if the
+    rank has only a part of the queries (context parallelism).
     """
     length = document_ids.shape[1]
     keys = torch.arange(length, device=document_ids.device)
@@ -34,7 +34,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, query_positions: Ten
 
 
 def block_mask(queries: Tensor, length: int, document_ids: Tensor | None = None) -> BlockMask:
-    """A causal mask of queries at these positions of a sequence; documents are kept apart where they are given."""
+    """A causal mask of queries at these positions of a sequence, within documents if `document_ids` is given."""
 
     def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_past = key <= queries[query]
@@ -49,12 +49,12 @@ def block_mask(queries: Tensor, length: int, document_ids: Tensor | None = None)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask | None) -> Tensor:
-    """Attention of grouped query heads (batch, heads, length, head dim); causal where there is no mask."""
+    """Attention of grouped query heads (batch, heads, length, head dim); causal without a mask."""
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     if isinstance(mask, BlockMask):
         return block_sparse_attention(query, key, value, mask)
-    groups = query.shape[1] // key.shape[1]  # kernels that take a mask want as many key heads as query heads
+    groups = query.shape[1] // key.shape[1]  # kernels with a mask need as many key heads as query heads
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask.to(query.dtype))
 
@@ -62,12 +62,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask | None
 def block_sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None
 ) -> Tensor:
-    """`flex_attention`; context parallelism replaces it while a block runs, as scaled_dot_product_attention."""
+    """`flex_attention`; like scaled_dot_product_attention, context parallelism replaces it while a block runs."""
     attention = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention, query.device.type)
     return attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)  # pyrefly: ignore[bad-return]
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """In eager mode flex_attention computes all scores, and create_block_mask makes the dense mask first."""
+    """Compile the function: in eager mode flex_attention computes all scores, and create_block_mask a dense mask."""
     return torch.compile(function)

@@ -27,7 +27,7 @@ _NAMES = {
     "num_experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
 }
-"""Fields of a reference model's shape, and what transformers calls them."""
+"""Fields of a reference model's shape, and their names in transformers."""
 _KINDS: dict[type, dict[str, Any]] = {
     LlamaConfig: {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     MoeConfig: {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None},
@@ -35,11 +35,11 @@ _KINDS: dict[type, dict[str, Any]] = {
 
 
 def hugging_face_config(config: Any) -> dict[str, Any] | None:
-    """Return transformers' config of a reference model of this shape; None if it has no such model."""
+    """Return transformers' config of a reference model of this shape; None if transformers has no such model."""
     if type(config) not in _KINDS or getattr(config, "bias_rate", 0.0):  # Mixtral has no biases
         return None
     described = {theirs: getattr(config, ours) for ours, theirs in _NAMES.items() if hasattr(config, ours)}
-    # Their own defaults name tokens that a small vocabulary does not have.
+    # The default token ids may exceed a small vocabulary.
     described |= {"hidden_act": "silu", "bos_token_id": None, "eos_token_id": None}
     if config.rope_factor != 1.0:
         described["rope_scaling"] = {
@@ -53,7 +53,7 @@ def hugging_face_config(config: Any) -> dict[str, Any] | None:
 
 
 def config_size(model: nn.Module, *names: str) -> int | None:
-    """A size in the model's config, or in its language part's, under the first of `names` that is a positive int."""
+    """A size in the config of the model or its language model: the first of `names` that is a positive int."""
     config: Any = getattr(model, "config", None)
     for holder in (config, getattr(config, "text_config", None), getattr(config, "language", None)):
         for name in names:
@@ -64,12 +64,12 @@ def config_size(model: nn.Module, *names: str) -> int | None:
 
 
 def max_length(model: nn.Module) -> int | None:
-    """The longest sequence that the model has positions for; None: its config does not say."""
+    """The model's maximum sequence length; None if its config has none."""
     return config_size(model, "max_sequence_length", "max_position_embeddings", "n_positions")
 
 
 def tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
-    """The names of input and output embeddings, where a model of transformers ties them."""
+    """The names of input and output embeddings, if a transformers model ties them."""
     config = getattr(model, "config", None)
     getters: list[Any] = [getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output")]
     if not getattr(config, "tie_word_embeddings", False) or not all(getters):
@@ -84,9 +84,9 @@ def tied_by_config(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def make_batch(model: nn.Module, *, generator: torch.Generator, batch_size: int = 2, sequence_length: int = 16) -> Any:
-    """Random tokens or pixels for `model`, as keyword arguments, or a tensor where it takes `tokens`.
+    """Random tokens or pixels for `model`, as keyword arguments, or as a tensor if its forward takes `tokens`.
 
-    It is a ConfigError if the model's forward takes neither `tokens` nor `input_ids` nor `pixel_values`.
+    Raises a ConfigError if the model's forward takes neither `tokens` nor `input_ids` nor `pixel_values`.
     """
     names = list(inspect.signature(model.forward).parameters)
     shape = (batch_size, sequence_length)

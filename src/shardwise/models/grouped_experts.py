@@ -19,8 +19,8 @@ _INIT_STD = 0.02
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows (rows, in) with its own matrix (groups, out, in), as `F.linear` does with one.
 
-    torch's grouped product runs in bfloat16; other dtypes, and rows that are no multiple of 16 bytes, take a loop over
-    the groups, which copies `ends` (int32, where each group ends) to the host.
+    torch's grouped product supports bfloat16 only; other dtypes, and row sizes that are not a multiple of 16 bytes, use
+    a loop over the groups, which copies `ends` (int32, the end of each group) to the host.
     """
     aligned = all(size * rows.element_size() % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
     if rows.dtype == weight.dtype == torch.bfloat16 and aligned:
@@ -30,7 +30,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("shardwise::looped_linear", mutates_args=())
 def looped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_linear` as one product after another."""
+    """`grouped_linear` as a loop over the groups."""
     made = rows.new_empty(rows.shape[0], weight.shape[1])
     for matrix, part, out in _groups(weight, rows, made, ends=ends):
         torch.mm(part, matrix.t(), out=out)
@@ -76,12 +76,12 @@ def _groups(*tensors: Tensor, ends: Tensor) -> Any:
 
 
 def count_tokens(index: Tensor, num_experts: int) -> Tensor:
-    """Number of times that each expert was chosen, int64."""
+    """Number of tokens for each expert, int64."""
     return (index.flatten().unsqueeze(-1) == torch.arange(num_experts, device=index.device)).sum(0)
 
 
 class SortedByExpert:
-    """The order in which chosen (token, expert) pairs, given as (tokens, k) experts, lie when sorted by expert."""
+    """The (token, expert) pairs of a routing, given as expert indices (tokens, k), sorted by expert."""
 
     def __init__(self, index: Tensor, num_experts: int) -> None:
         self.k = index.shape[1]
@@ -105,7 +105,7 @@ class SortedByExpert:
 
 
 class _Rows(torch.autograd.Function):
-    """Both directions read rows and never add to them in place: faster, and deterministic."""
+    """Gather rows by index. Forward and backward only read rows, without in-place sums: faster, and deterministic."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -133,7 +133,7 @@ class _Sum(torch.autograd.Function):
 
 
 class GroupedExperts(nn.Module):
-    """SwiGLU experts, by the names that transformers gives their stacked parameters."""
+    """SwiGLU experts; the stacked parameters have the same names as in transformers."""
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()

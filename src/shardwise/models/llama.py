@@ -1,7 +1,7 @@
 """Llama 3 as a plain module: the reference for plans, estimates and tests. No sharding, no I/O.
 
-Parameters carry the names of the published checkpoints, so that those load as they are. Every module that
-holds a parameter or a buffer can refill it with `reset_parameters`, so the model may be built on meta.
+Parameters have the names of the published checkpoints, so that those load without renaming. Every module with
+parameters or buffers initializes them in `reset_parameters`, so the model may be built on meta.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class LlamaConfig(Strict):
     intermediate_size: PositiveInt
     """Width inside the feed-forward."""
     num_layers: PositiveInt
-    """Decoder blocks."""
+    """Number of decoder blocks."""
     num_heads: PositiveInt
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: PositiveInt
-    """Key and value heads, each shared by `num_heads / num_kv_heads` query heads."""
+    """Number of key and value heads, each shared by `num_heads / num_kv_heads` query heads."""
     vocab_size: PositiveInt = 128_256
-    """Tokens in the vocabulary."""
+    """Number of tokens in the vocabulary."""
     max_sequence_length: PositiveInt = 8192
-    """Longest sequence the rotary tables cover."""
+    """Maximum sequence length of the rotary tables."""
     rope_theta: float = 500_000.0
     """Base of the rotary wavelengths."""
     rope_factor: float = 1.0
-    """How far long wavelengths are stretched for long contexts (8 in Llama 3.1, 32 in 3.2); 1 leaves them."""
+    """Factor of long rotary wavelengths, for long contexts (8 in Llama 3.1, 32 in 3.2); 1: unscaled."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = False
@@ -82,7 +82,7 @@ SHAPES: dict[str, LlamaConfig] = {
 
 
 class Linear(nn.Linear):
-    """A matrix without bias, initialised as language models are."""
+    """A linear layer without bias, with the usual initialization of language models."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -93,7 +93,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token vectors, narrow enough to serve as output matrix too."""
+    """Token embedding with a standard deviation that also suits an output matrix."""
 
     def reset_parameters(self) -> None:
         """Draw the vectors from a narrow normal distribution."""
@@ -114,14 +114,14 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim."""
+        """Normalize the last dim."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosine and sine tables; buffers that no checkpoint holds, hence rebuilt by `reset_parameters`."""
+    """Cosine and sine tables: non-persistent buffers, computed by `reset_parameters`."""
 
     cos: Tensor
     sin: Tensor
@@ -162,7 +162,7 @@ def _rotary_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of dims (i, i + half) by its position's angle."""
+    """Rotate each pair of dims (i, i + half) by its position's angle."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
@@ -191,7 +191,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: a gated pair of wide projections and one back."""
+    """SwiGLU feed-forward: gate and up projections, and a down projection."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -200,12 +200,12 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Work on each position alone."""
+        """Apply the feed-forward to each position."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each normalised before and added after."""
+    """Attention, then feed-forward, each with pre-norm and residual connection."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the last norm."""
+    """Embedding, blocks and the final norm."""
 
     block_class: Callable[[Any], nn.Module] = Block
 
@@ -257,7 +257,7 @@ class Llama(nn.Module):
         **dict.fromkeys(("*.o_proj", "*.down_proj"), "rowwise"),
         **dict.fromkeys(("*.input_layernorm", "*.post_attention_layernorm"), "sequence"),
     }
-    """How tensor parallelism divides it, as in `TensorConfig.plan`; embeddings and the output matrix by rows."""
+    """Tensor-parallel plan, as in `TensorConfig.plan`; the embedding and the output matrix are sharded by rows."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -278,9 +278,9 @@ class Llama(nn.Module):
 
         Args:
             input_ids: The tokens.
-            position_ids: Of each token in its document, where a sequence holds several; None: counted from its start.
-            document_ids: Which document each token belongs to; tokens then see those of their own document only.
-            query_positions: Where `input_ids` lie in the sequence, where `document_ids` are those of all its tokens:
-                with context parallelism a rank has a part of the sequence only.
+            position_ids: Position of each token in its document; None: its position in the sequence.
+            document_ids: Document of each token; tokens attend only to their own document.
+            query_positions: Positions of `input_ids` in the sequence, if `document_ids` cover the whole sequence but
+                the rank has only a part of it (context parallelism).
         """
         return self.lm_head(self.model(input_ids, position_ids, document_ids, query_positions))

@@ -1,6 +1,6 @@
-"""From a MODEL argument and `model_options` to a module: a reference name, a Hugging Face config, or `module:callable`.
+"""Build the model of a MODEL argument: a reference name, a Hugging Face config, or `module:callable`.
 
-Nothing is downloaded and no weights are read: the model is built from its config.
+Nothing is downloaded and no weights are read.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def load_model(
     """Build the model `name` on `device`.
 
     Args:
-        name: A reference name (`llama3-8b`), a local folder with a `config.json` or such a file, or
-            `module:callable`, which returns a module.
-        device: Where parameters are created; on `meta` they cost nothing.
-        options: Changes to a reference model's shape or to what a config says, or arguments of the callable.
+        name: A reference name (`llama3-8b`), a `config.json` or its local folder, or `module:callable`, which returns a
+            module.
+        device: Device of the parameters; on `meta` they take no memory.
+        options: Overrides of a reference model's shape or of a config, or arguments of the callable.
 
     Raises:
-        ConfigError: There is no such model or option, or it cannot be built.
-        EnvironmentProblem: The library that describes it is not installed.
+        ConfigError: The model or option does not exist, or the model cannot be built.
+        EnvironmentProblem: The library of the config is not installed.
     """
     build = find_model(name, options)
     with torch.device(device):
@@ -90,13 +90,13 @@ def is_callable_name(name: str) -> bool:
 
 
 def find_callable(name: str) -> Callable[..., Any]:
-    """The object that `module:callable` names; a ConfigError if there is none."""
+    """Import the object `module:callable`; a ConfigError if it does not exist."""
     module_name, _, attribute = name.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists; something that it imports does not
+            raise  # the module exists, but one of its imports does not
         raise ConfigError(
             f"there is no module {module_name!r}",
             where=name,
@@ -129,13 +129,13 @@ def _from_config_file(path: Path, options: Mapping[str, Any]) -> Builder:
             why="a model folder needs a config.json",
             fix="use a folder with a config.json, or the file itself",
         ) from None
-    if "_class_name" in described:  # how diffusers writes it
+    if "_class_name" in described:  # a config of diffusers
         library = _import("diffusers", str(file))
         kind = _class(library, described["_class_name"], file)
         _check_names(options, described, str(file))
         return lambda: kind.from_config({**described, **options})
     library = _import("transformers", str(file))
-    # from_pretrained of a file or folder reads only the description, never a network.
+    # from_pretrained reads only the local config, without network access.
     config = library.AutoConfig.from_pretrained(str(file), local_files_only=True)
     _check_names(options, [*config.to_dict(), *config.attribute_map], str(file))
     for option, value in options.items():
@@ -174,7 +174,7 @@ def _unknown(name: str, names: list[str], kind: str, where: str) -> ConfigError:
 
 
 def _with_arguments(build: Callable[..., nn.Module], options: Mapping[str, Any], name: str) -> Builder:
-    """`build` with `options` as keyword arguments, which it must take."""
+    """Bind `options` as keyword arguments of `build`, which must accept them."""
     try:
         inspect.signature(build).bind(**options)
     except TypeError as error:
@@ -184,13 +184,13 @@ def _with_arguments(build: Callable[..., nn.Module], options: Mapping[str, Any],
             why="model_options are the keyword arguments of a `module:callable`",
             fix=f"its signature: {name.partition(':')[2]}{inspect.signature(build)}",
         ) from None
-    except ValueError:  # written in C: no signature to read
+    except ValueError:  # written in C: no signature
         pass
     return lambda: build(**options)
 
 
 def _check_names(options: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Raise for options that are not in a config file."""
+    """Raise a ConfigError for options that a config file does not have."""
     known = list(names)
     problems = [
         f"model_options.{name}: there is no such option{did_you_mean(name, known, cutoff=0.5)}"
@@ -202,7 +202,7 @@ def _check_names(options: Mapping[str, Any], names: Iterable[str], where: str) -
 
 
 def _reshape(shape: Any, options: Mapping[str, Any]) -> Any:
-    """`shape`, a frozen dataclass, with some of its fields changed; heads and experts must share what they share."""
+    """Return `shape`, a frozen dataclass, with fields replaced; numbers of heads and experts must be consistent."""
     changed = change_config(shape, options, "model_options")
     names = ", ".join(field.name for field in fields(shape))
     raise_listed(

@@ -13,7 +13,7 @@ from shardwise.models.random_state import kept_random_state
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode inside the block and restore the mode of each module.
 
-    `model.train()` afterwards would also wake modules that were put to sleep on purpose, as frozen norms are.
+    Calling `model.train()` afterward would also affect modules that are in evaluation mode on purpose, as frozen norms.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -26,7 +26,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trial_forward(model: nn.Module) -> Iterator[None]:
-    """Run `model` inside the block in evaluation mode, uncompiled; buffers and random states are restored."""
+    """Run `model` inside the block in evaluation mode, uncompiled; buffers and random state are restored."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with evaluation_mode(model), kept_random_state(), torch.compiler.set_stance("force_eager"):

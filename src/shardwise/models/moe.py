@@ -1,7 +1,8 @@
-"""A mixture of experts in Llama's shape: every block's feed-forward is one of several, chosen token by token.
+"""A mixture of experts based on Llama: in every block each token is routed to several of the feed-forwards.
 
-Parameters carry the names of Mixtral's published checkpoints, but for the experts, which are stacked as in transformers
-(`experts.gate_up_proj`, `experts.down_proj`); `load_weights` reads both layouts. Nothing waits for the device.
+Parameters have the names of Mixtral's published checkpoints, except for the experts, which are stacked as in
+transformers (`experts.gate_up_proj`, `experts.down_proj`); `load_weights` reads both layouts. No operation synchronizes
+with the device.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ class MoeConfig(LlamaConfig):
     """The shape of a mixture of experts."""
 
     num_experts: PositiveInt = 8
-    """Feed-forwards in a block."""
+    """Number of experts in a block."""
     experts_per_token: PositiveInt = 2
     """Number of experts per token."""
     bias_rate: float = 0.0
-    """How far `ExpertBias` moves an expert's bias in one step, to balance the load without a loss (DeepSeek-V3: 0.001).
-    0: no bias."""
+    """Step size of `ExpertBias`, which balances the load of experts without a loss (DeepSeek-V3: 0.001). 0: no bias."""
 
 
 SHAPES: dict[str, MoeConfig] = {
@@ -41,7 +41,7 @@ SHAPES: dict[str, MoeConfig] = {
         hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2,
         vocab_size=512, max_sequence_length=256, rope_theta=10_000.0, num_experts=4,
     ),
-    "moe-3b-a1b": MoeConfig(  # 3.2B parameters, 1.1B of them for one token
+    "moe-3b-a1b": MoeConfig(  # 3.2B parameters, 1.1B active per token
         hidden_size=2048, intermediate_size=896, num_layers=16, num_heads=16, num_kv_heads=4,
         tie_embeddings=True, num_experts=32, experts_per_token=8,
     ),
@@ -75,7 +75,7 @@ class RoutedFeedForward(nn.Module):
             nn.init.zeros_(self.token_counts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts' weighted outputs, and how far from evenly the tokens were spread (1: evenly)."""
+        """Return the weighted outputs of the experts, and the load balance (1: even)."""
         tokens = x.flatten(0, 1)
         probabilities = self.gate(tokens).softmax(-1, dtype=torch.float32)
         preferred = probabilities + self.expert_bias if self.bias_rate else probabilities
@@ -90,11 +90,11 @@ class RoutedFeedForward(nn.Module):
 
 
 class ExpertBias:
-    """Balances the load of experts without a loss: a bias that only counts when experts are chosen.
+    """Balances the load of experts without a loss, by a bias that affects only the choice of experts.
 
-    After each optimizer step the bias of an expert that got fewer tokens than the mean goes up by `bias_rate`, that of
-    one with more goes down. The biases are buffers: every rank holds them, and checkpoints do. `groups` are the ranks
-    with tokens of their own, one process group for each mesh axis.
+    After each optimizer step the bias of an expert with fewer tokens than the mean increases by `bias_rate`; with more
+    tokens it decreases. The biases are buffers, on every rank and in checkpoints. `groups` are the process groups
+    of ranks with different tokens, one for each mesh axis.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[dist.ProcessGroup] = ()) -> None:
@@ -105,7 +105,7 @@ class ExpertBias:
     def update(self, *readings: Tensor) -> None:
         """Update the biases by the tokens counted since the last call; collective if a layer has a bias.
 
-        They stay where one of the readings, such as the loss of the step, is not finite.
+        They do not change if one of the readings, such as the loss of the step, is not finite.
         """
         if not self.layers:
             return
@@ -113,7 +113,7 @@ class ExpertBias:
         for group in self._groups:
             dist.all_reduce(counts, group=group)
         directions = torch.sign(counts.to(torch.float32).mean(-1, keepdim=True) - counts)
-        for reading in readings:  # on the device: nothing waits for it
+        for reading in readings:  # on the device, without synchronization
             directions *= torch.isfinite(reading.detach())
         for layer, direction in zip(self.layers, directions, strict=True):
             layer.expert_bias += layer.bias_rate * direction
@@ -121,7 +121,7 @@ class ExpertBias:
 
 
 class MoeBlock(nn.Module):
-    """Attention, then routed feed-forward, each normalised before and added after."""
+    """Attention, then routed feed-forward, each with pre-norm and residual connection."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Moe(Llama):
 
     decoder_class = MoeDecoder
     published_experts: ClassVar = {"gate_up_proj": ("w1.weight", "w3.weight"), "down_proj": ("w2.weight",)}
-    """What Mixtral's published files call the parts of each stacked parameter, under `experts.<number>`."""
+    """Names in Mixtral's published files of the parts of each stacked parameter, under `experts.<number>`."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__(config)
@@ -181,7 +181,8 @@ class Moe(Llama):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Tokens (batch, length) to logits (batch, length, vocabulary); see `Llama.forward`.
 
-        The balance comes too `with_balance`: 1 where experts share tokens evenly, their number where one has them all.
+        With `with_balance` also returns the load balance: 1 if tokens are spread evenly over the experts, the number of
+        experts if one gets all tokens.
         """
         hidden, balance = self.model(input_ids, position_ids, document_ids, query_positions)
         logits = self.lm_head(hidden)
@@ -189,7 +190,7 @@ class Moe(Llama):
 
 
 def next_token_and_balance(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Loss of the next tokens with one hundredth of the balance, and their number: a `training.objective`."""
+    """A `training.objective`: next-token loss plus 0.01 times the balance, and the number of tokens."""
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "document_ids") if name in batch}
     logits, balance = model(**inputs, with_balance=True)
     labels = batch["labels"].flatten()

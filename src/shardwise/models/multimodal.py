@@ -1,9 +1,9 @@
-"""One model that reads, sees and draws: language model, vision transformer and frozen autoencoder (BAGEL's shape).
+"""A model of text and pictures: language model, vision transformer and frozen autoencoder, structured like BAGEL.
 
-A sequence is a picture that was seen, a text, and the noisy latents of a picture to draw. `forward` gives the loss of
-the text's next words and of the noise in the latents; the other public methods make pictures, step by step. Every
-matrix of the language model exists twice, for what it understands and for the picture it makes; in evaluation mode it
-also takes and returns keys and values of earlier calls.
+A sequence is an input picture, a text, and the noisy latents of a picture to generate. `forward` returns the loss of
+the text's next tokens and of the noise in the latents; the other public methods generate pictures. Every matrix of the
+language model exists twice, for understanding (text and input pictures) and for generation; in evaluation mode the
+language model also takes and returns a key-value cache.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class VisionConfig(Strict):
     intermediate_size: PositiveInt
     """Width inside the feed-forward."""
     num_layers: PositiveInt
-    """Blocks."""
+    """Number of blocks."""
     num_heads: PositiveInt
-    """Attention heads."""
+    """Number of attention heads."""
     num_channels: PositiveInt = 3
-    """Colours."""
+    """Number of color channels."""
 
     @property
     def num_patches(self) -> int:
-        """Patches of one picture."""
+        """Number of patches of one picture."""
         return (self.image_size // self.patch_size) ** 2
 
 
 class VisionBlock(nn.Module):
-    """Attention among all patches, then feed-forward, each normalised before and added after."""
+    """Attention over all patches, then feed-forward, each with pre-norm and residual connection."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class VisionBlock(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches, their places, blocks and the last norm."""
+    """Patch and position embeddings, blocks and the final norm."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class VisionTower(nn.Module):
         self.post_layernorm = nn.LayerNorm(config.hidden_size)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Pictures (batch, colours, height, width) to (batch, patches, hidden)."""
+        """Pictures (batch, channels, height, width) to (batch, patches, hidden)."""
         patches = F.unfold(pixel_values, self.patch_size, stride=self.patch_size).transpose(1, 2)
         x = self.patch_embedding(patches)
         x = x + self.position_embedding(torch.arange(x.shape[1], device=x.device))
@@ -95,19 +95,19 @@ class AutoencoderConfig(Strict):
     """The shape of an autoencoder."""
 
     widths: tuple[PositiveInt, ...]
-    """Channels at each resolution, the finest first; every further one halves height and width."""
+    """Channels at each resolution, starting with the finest; each further one halves height and width."""
     latent_channels: PositiveInt
-    """Channels of the latents."""
+    """Number of latent channels."""
     blocks_per_width: PositiveInt = 2
-    """Residual blocks at each resolution."""
+    """Number of residual blocks at each resolution."""
     num_channels: PositiveInt = 3
-    """Colours."""
+    """Number of color channels."""
     norm_groups: PositiveInt = 8
-    """Groups of channels that are normalised together."""
+    """Number of groups in group normalization."""
 
     @property
     def shrinks(self) -> int:
-        """How many pixels in a row become one latent."""
+        """Ratio of picture height to latent height."""
         return 2 ** (len(self.widths) - 1)
 
 
@@ -121,13 +121,13 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Conv2d(width_in, width_out, 1) if width_in != width_out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """One block."""
+        """Apply the block."""
         hidden = self.conv1(F.silu(self.norm1(x)))
         return self.shortcut(x) + self.conv2(F.silu(self.norm2(hidden)))
 
 
 class Autoencoder(nn.Module):
-    """An encoder and a decoder, each entered by its own method."""
+    """An encoder and a decoder, each with its own method."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         super().__init__()
@@ -144,20 +144,20 @@ class Autoencoder(nn.Module):
         )
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pictures (batch, colours, height, width) to latents (batch, channels, height / shrinks, width / shrinks)."""
+        """Pictures (batch, channels, height, width) to latents (batch, channels, height / shrinks, width / shrinks)."""
         return self.encoder(pixels)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """And back."""
+        """Latents to pictures."""
         return self.decoder(latents)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """There and back."""
+        """Encode and decode pictures."""
         return self.decode(self.encode(pixels))
 
 
 def _resolutions(config: AutoencoderConfig, widths: tuple[int, ...], *, down: bool) -> list[nn.Module]:
-    """The blocks of every width, with a change of resolution between each two."""
+    """The blocks of every width, with a change of resolution between widths."""
     modules: list[nn.Module] = []
     before = widths[0]
     for index, width in enumerate(widths):
@@ -174,14 +174,14 @@ Cache = list[tuple[Tensor, Tensor]]
 
 
 class Twice(nn.Module):
-    """One module for text and pictures seen, one for the picture being made: the last positions of a sequence."""
+    """Two modules: one for text and input pictures, one for the generated picture at the end of a sequence."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.understanding, self.generating = build(), build()
 
     def forward(self, x: Tensor, num_generated: int) -> Tensor:
-        """Each position by its own module; those of the last `num_generated` by the second."""
+        """Apply the second module to the last `num_generated` positions and the first to the others."""
         cut = x.shape[1] - num_generated
         if num_generated == 0:
             return self.understanding(x)
@@ -191,7 +191,7 @@ class Twice(nn.Module):
 
 
 class MixedLayer(nn.Module):
-    """Attention over the whole sequence, then feed-forward, with matrices of each kind of position."""
+    """Attention over the whole sequence, then feed-forward, with separate matrices for the two kinds of positions."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class MixedLayer(nn.Module):
         num_generated: int,
         past: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """One layer over a sequence that continues `past`; keys and values of both in evaluation mode only."""
+        """Apply the layer to a sequence that continues `past`; also return keys and values in evaluation mode."""
         normal = self.input_layernorm(x, num_generated)
         query, key, value = (
             proj(normal, num_generated).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -230,7 +230,7 @@ class MixedLayer(nn.Module):
 
 
 class MixedDecoder(nn.Module):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and the final norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -242,13 +242,13 @@ class MixedDecoder(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, num_generated: int, cache: Cache | None = None
     ) -> tuple[Tensor, Cache | None]:
-        """Vectors (batch, length, hidden) to hidden states; a cache only in evaluation mode.
+        """Embeddings (batch, length, hidden) to hidden states; also returns a cache in evaluation mode.
 
-        A vector sees those at its own position and before it: the parts of a picture share one and see each other,
-        words have one each. The last `num_generated` belong to a picture being made.
+        An embedding attends to its own and earlier positions: all patches of a picture have the same position, so they
+        attend to each other; each token has its own. The last `num_generated` belong to the picture to generate.
         """
         rotary = self.rotary_emb(x.shape[1], positions[None])
-        # Each new vector sees all cached ones, and none at a later position.
+        # Each new embedding attends to all cached ones, and to none at a later position.
         among = positions[:, None] >= positions[None, :]
         mask = torch.cat([among.new_ones(len(positions), cache[0][0].shape[2] if cache else 0), among], 1)
         grown: Cache = []
@@ -259,7 +259,7 @@ class MixedDecoder(nn.Module):
 
 
 class MixedLanguageModel(nn.Module):
-    """The decoder and its output matrix, called one by one: not all hidden states become words."""
+    """The decoder and its output matrix, called separately, because not all hidden states predict tokens."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -269,23 +269,23 @@ class MixedLanguageModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MultimodalConfig(LlamaConfig):
-    """The shape of the language model and of what is around it."""
+    """The shape of the language model and its encoders."""
 
     vision_config: VisionConfig
-    """What sees."""
+    """Shape of the vision transformer, for input pictures."""
     autoencoder: AutoencoderConfig
-    """What turns drawn latents into pixels."""
+    """Shape of the autoencoder, for generated pictures."""
     latent_patch_size: PositiveInt = 2
-    """Height and width of the latents that make one vector."""
+    """Height and width of a patch of latents, which becomes one embedding."""
 
     @property
     def latent_grid(self) -> int:
-        """Vectors in a row of a drawn picture."""
+        """Number of latent patches in a row of a generated picture."""
         return self.vision_config.image_size // self.autoencoder.shrinks // self.latent_patch_size
 
     @property
     def latent_size(self) -> int:
-        """Numbers in one such vector."""
+        """Number of values in a latent patch."""
         return self.autoencoder.latent_channels * self.latent_patch_size**2
 
 
@@ -326,7 +326,7 @@ class Multimodal(nn.Module):
         "*.qkv": "colwise_gather_output",  # three projections in one
         "*.out_proj": "rowwise_split_input",
     }
-    """How tensor parallelism divides it, as in `TensorConfig.plan`."""
+    """Tensor-parallel plan, as in `TensorConfig.plan`."""
 
     def __init__(self, config: MultimodalConfig) -> None:
         super().__init__()
@@ -356,9 +356,9 @@ class Multimodal(nn.Module):
         noise: Tensor | None = None,
         times: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Loss of the text's next words after a picture, and of the noise in the latents of another, to be drawn.
+        """Return the loss of the text's next tokens after an input picture, and of the noise in the target's latents.
 
-        `noise` and `times` (how noisy the latents are, from 0 to 1) are drawn here when absent.
+        `noise` and `times` (the noise level, from 0 to 1) are random if None.
         """
         with torch.no_grad():
             encoded = self.vae_model.encode(target_pixels)
@@ -380,7 +380,7 @@ class Multimodal(nn.Module):
 
     @torch.no_grad()
     def forward_cache_update_text(self, input_ids: Tensor, context: Context | None = None) -> Context:
-        """Read a text (batch, length) after what is in `context`."""
+        """Append a text (batch, length) to `context`."""
         context = context or Context()
         positions = torch.arange(input_ids.shape[1], device=input_ids.device) + context.position
         with evaluation_mode(self):
@@ -390,7 +390,7 @@ class Multimodal(nn.Module):
 
     @torch.no_grad()
     def forward_cache_update_vit(self, pixel_values: Tensor, context: Context | None = None) -> Context:
-        """See a picture (batch, colours, height, width) after what is in `context`."""
+        """Append a picture (batch, channels, height, width) to `context`."""
         context = context or Context()
         with evaluation_mode(self):
             seen = self.connector(self.vit_model(pixel_values))
@@ -400,7 +400,7 @@ class Multimodal(nn.Module):
 
     @torch.no_grad()
     def forward_inference(self, latents: Tensor, times: Tensor, context: Context) -> Tensor:
-        """The direction in which noisy latents (batch, vectors, size) change with time, given `context`."""
+        """Predict the velocity of noisy latents (batch, patches, size), given `context`."""
         with evaluation_mode(self):
             drawn = self._embed_latents(latents, times)
             positions = torch.full((drawn.shape[1],), context.position, device=drawn.device)
@@ -416,7 +416,7 @@ class Multimodal(nn.Module):
         num_steps: int = 10,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw a picture for a text (batch, length), perhaps after seeing one; collective when the model is sharded."""
+        """Generate a picture from a text (batch, length) and perhaps a picture; collective if the model is sharded."""
         context = None if pixel_values is None else self.forward_cache_update_vit(pixel_values)
         context = self.forward_cache_update_text(input_ids, context)
         shape = (len(input_ids), self.config.latent_grid**2, self.config.latent_size)
@@ -431,7 +431,7 @@ class Multimodal(nn.Module):
         return self.vae_model.decode(F.pixel_shuffle(patches, self.config.latent_patch_size))
 
     def _embed_latents(self, latents: Tensor, times: Tensor) -> Tensor:
-        """Latents with their places and their times (batch), as sines and cosines of many wavelengths."""
+        """Embed latents with their positions and times (batch), encoded as sines and cosines."""
         place = self.latent_position(torch.arange(latents.shape[1], device=latents.device))
         num_waves = self.config.hidden_size // 2
         exponents = torch.arange(num_waves, device=times.device) / num_waves

@@ -1,4 +1,4 @@
-"""Tensors in nested structures: one walk to change them, to find them, and to cast a batch."""
+"""Find and change tensors in nested structures, and cast batches."""
 
 import collections
 import copy
@@ -16,7 +16,7 @@ from shardwise import compat
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
-# Never looked into: they hold no inputs, or have an identity that a copy would lose.
+# Never traversed: they contain no inputs, or must not be copied.
 _OPAQUE = (
     str, bytes, int, float, complex, type(None), type, enum.Enum, nn.Module, torch.Generator, types.ModuleType,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType,
@@ -28,15 +28,15 @@ _MUTABLE = (dict, list, collections.deque)
 def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Any:
     """Cast the floating-point tensors in `batch` to `dtype`, and move all its tensors to `device`.
 
-    Looks into dicts and other mappings, lists, tuples, named tuples, sets, dataclasses (frozen, slotted, with
+    Traverses dicts and other mappings, lists, tuples, named tuples, sets, dataclasses (frozen, slotted, with
     fields outside `__init__`), `SimpleNamespace` and plain objects, to any depth and through cycles. Types
-    are kept and constructors are not run. The input is not changed: what holds a tensor is copied, all else
-    is shared. An object that cannot be copied is changed in place.
+    are kept and constructors are not called. The input is not changed: objects that contain tensors are copied,
+    all others are shared. An object that cannot be copied is changed in place.
 
     Args:
-        batch: Anything.
-        dtype: For floating-point tensors; integer, boolean and complex ones keep theirs. None casts nothing.
-        device: Where tensors go; None moves nothing.
+        batch: Any object.
+        dtype: Dtype of floating-point tensors; integer, boolean and complex ones keep theirs. None: no cast.
+        device: Device of the tensors; None: not moved.
 
     Returns:
         The same structure. A tensor that occurs twice is cast once, and occurs twice in the result.
@@ -48,7 +48,7 @@ def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.devi
         return batch
     walk = _TensorWalk(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
     result = walk.visit(batch)
-    for _, copied in walk.copies():  # in a cycle it may still hold the original of something that was copied later
+    for _, copied in walk.copies():  # in a cycle it may refer to an original that was copied later
         for key, part, put in list(_parts(copied)):
             if (new := walk.visit(part)) is not part:
                 put(copied, key, new)
@@ -58,8 +58,8 @@ def cast_inputs(batch: Any, dtype: torch.dtype | None = None, device: torch.devi
 class CastArguments:
     """Changes the tensor arguments of a call, and writes in-place changes back to the caller's tensors.
 
-    A list with a tensor that is changed is copied; a block that appends to it would append to the copy, and the caller
-    would silently continue without.
+    A list with a changed tensor is copied. Without the write-back, items that a block appends to the copy would be
+    missing in the caller's list.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class CastArguments:
         return self.change_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     def change_tensors(self, value: tuple[Any, Any], change: Change) -> Any:
-        """Positional and keyword arguments with changed tensors, as `change_tensors` makes them."""
+        """Positional and keyword arguments with changed tensors; see `change_tensors`."""
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             result = change(tensor)
@@ -89,7 +89,7 @@ class CastArguments:
     def write_back(self) -> None:
         """Apply the changes of the copies to the originals."""
         for original, changed, version, grad_fn in reversed(self._changed):
-            if changed._version != version:  # written to in place
+            if changed._version != version:  # changed in place
                 with torch.set_grad_enabled(torch.is_grad_enabled() and changed.grad_fn is not grad_fn):
                     _write(original, changed)
         for original, copied, before, after in reversed(self._copies):
@@ -102,16 +102,16 @@ class CastArguments:
 
 
 def _write(original: torch.Tensor, changed: torch.Tensor) -> None:
-    """Give a tensor the values and the graph of another; where they share their memory, the values are there."""
+    """Give a tensor the values and the graph of another; with shared memory only the graph."""
     if original.data_ptr() != changed.data_ptr():
         original.copy_(changed)
     elif torch.is_grad_enabled():
-        with compat.preserved_version(original):  # what has saved it holds these values
+        with compat.preserved_version(original):  # tensors saved for backward have these values already
             original.copy_(changed)
 
 
 def _state(value: Any) -> dict[Any, Any]:
-    """What a mutable container or object holds: items and attributes, each under a key of its own."""
+    """The contents of a mutable container or object: items and attributes, each under a unique key."""
     return {(put is _set_item, key): part for key, part, put in _parts(value)}
 
 
@@ -143,14 +143,15 @@ def cast_buffers(
     cast: dict[int, tuple[torch.Tensor, torch.Tensor]],
     names: Container[str] | None = None,
 ) -> dict[str, torch.dtype]:
-    """Cast a module's own floating-point buffers, those in `names` or all; return the dtypes that they had before.
+    """Cast a module's own floating-point buffers, those in `names` or all; return their earlier dtypes.
 
-    `cast` holds before and after, by the id before; the calls for one model share it, so that tied buffers stay tied.
+    `cast` maps the id of each original to original and result; share it between the modules of a model, so that tied
+    buffers stay tied.
     """
     before: dict[str, torch.dtype] = {}
     for name, buffer in owner._buffers.items():
-        is_meant = buffer is not None and (names is None or name in names)
-        if is_meant and buffer.is_floating_point() and buffer.dtype != dtype:
+        is_selected = buffer is not None and (names is None or name in names)
+        if is_selected and buffer.is_floating_point() and buffer.dtype != dtype:
             before[name] = buffer.dtype
             if id(buffer) not in cast:
                 cast[id(buffer)] = (buffer, buffer.to(dtype))
@@ -159,26 +160,26 @@ def cast_buffers(
 
 
 def change_tensors(value: Any, change: Change) -> Any:
-    """The same containers and dataclasses with changed tensors; parts in which nothing changed are shared."""
+    """Return the same containers and dataclasses with changed tensors; unchanged parts are shared."""
     return _TensorWalk(change, objects=0).visit(value)
 
 
 def find_tensors(value: Any, objects: int = 0) -> list[torch.Tensor]:
-    """The tensors in containers and dataclasses, each once, and in plain objects down to a depth of `objects`."""
+    """Return the tensors in containers and dataclasses, each once, and in plain objects up to a depth of `objects`."""
     found: list[torch.Tensor] = []
     _TensorWalk(lambda tensor: found.append(tensor) or tensor, objects).visit(value)
     return found
 
 
 class _TensorWalk:
-    """One walk over a structure; remembers what it has met, by identity.
+    """One traversal of a structure; visits each object once, by identity.
 
-    It looks `objects` plain objects deep, -1 for any depth.
+    It traverses plain objects up to a depth of `objects`; -1: any depth.
     """
 
     def __init__(self, change: Change, objects: int = -1) -> None:
         self._change, self._objects = change, objects
-        # The original is kept beside its result: an id is only unique while its object lives.
+        # Keep the original with its result: an id is only unique while its object lives.
         self._met: dict[int, tuple[Any, Any]] = {}
 
     def visit(self, value: Any) -> Any:
@@ -188,9 +189,9 @@ class _TensorWalk:
             return self._met[id(value)][1]
         if isinstance(value, torch.Tensor):
             return self._remember(value, self._change(value))
-        # Met again inside itself, it stands for itself.
+        # In a cycle, the object refers to itself.
         self._remember(value, value)
-        if isinstance(value, PackedSequence):  # the sizes of its batches stay on the CPU
+        if isinstance(value, PackedSequence):  # its batch sizes stay on the CPU
             moved = {name: self.visit(getattr(value, name)) for name in ("data", "sorted_indices", "unsorted_indices")}
             return self._remember(value, value._replace(**moved))
         if isinstance(value, types.MappingProxyType):
@@ -204,7 +205,7 @@ class _TensorWalk:
             return value
         self._objects -= 1
         try:
-            return self._visit_parts(value)  # UserDict and other wrappers too: what they wrap is an attribute
+            return self._visit_parts(value)  # also UserDict and other wrappers, whose content is an attribute
         finally:
             self._objects += 1
 
@@ -239,7 +240,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any, Callable[[Any, Any, Any], Non
         yield from ((key, item, _set_item) for key, item in value.items())
     elif isinstance(value, list | collections.deque):
         yield from ((index, item, _set_item) for index, item in enumerate(value))
-    # Frozen dataclasses refuse the ordinary way of setting attributes.
+    # Frozen dataclasses disallow ordinary assignment.
     yield from ((name, item, object.__setattr__) for name, item in _attributes(value).items())
 
 
@@ -248,7 +249,7 @@ def _set_item(container: Any, key: Any, item: Any) -> None:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds in its dict and its slots."""
+    """The attributes of an object in its dict and slots."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -259,7 +260,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A shallow copy; the value itself if there is no way to make one."""
+    """Return a shallow copy; the value itself if it cannot be copied."""
     try:
         return copy.copy(value)
     except Exception:

@@ -13,7 +13,7 @@ import torch
 
 def seed_everything(seed: int) -> None:
     """Seed torch's generators, Python's, and NumPy's if it is imported."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of device, each time
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would query every device type
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
     elif torch.accelerator.is_available():
@@ -27,7 +27,7 @@ def random_state(device: torch.device | None = None) -> dict[str, Any]:
     """Copies of the states of all generators in use, by name.
 
     Args:
-        device: Whose generator is in use, beside the CPU's; None: the current CUDA device's, once CUDA is initialised.
+        device: Device whose generator is used in addition to the CPU's; None: the current CUDA device, if initialized.
     """
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:

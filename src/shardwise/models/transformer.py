@@ -1,4 +1,4 @@
-"""The tutorial's small Transformer: learned positions, multi-head attention, GELU; it fits a laptop."""
+"""The tutorial's small Transformer for a laptop: learned positions, multi-head attention, GELU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class TransformerConfig(Strict):
     """The shape of a small Transformer."""
 
     vocab_size: PositiveInt = 257
-    """Tokens in the vocabulary; 257 for bytes and the end of a document."""
+    """Number of tokens in the vocabulary; 257 for bytes and the end-of-document token."""
     max_sequence_length: PositiveInt = 256
-    """Longest sequence; each position has a learned vector."""
+    """Maximum sequence length; each position has a learned vector."""
     width: PositiveInt = 128
     """Width of the residual stream."""
     num_layers: PositiveInt = 4
-    """Blocks."""
+    """Number of blocks."""
     num_heads: PositiveInt = 4
-    """Attention heads."""
+    """Number of attention heads."""
     dropout: float = 0.0
     """Probability of dropping a value after each half of a block."""
 
@@ -43,7 +43,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with those before it."""
+        """Apply causal attention."""
         batch, length, width = x.shape
         heads = self.query_key_value(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
@@ -60,12 +60,12 @@ class GeluFeedForward(nn.Module):
         self.narrow = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Work on each position alone."""
+        """Apply the feed-forward to each position."""
         return self.narrow(F.gelu(self.widen(x)))
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each normalised before and added after."""
+    """Attention, then feed-forward, each with pre-norm and residual connection."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         "*.narrow": "rowwise",
         **dict.fromkeys(("*.attention_norm", "*.feed_forward_norm"), "sequence"),
     }
-    """How tensor parallelism divides it, as in `TensorConfig.plan`."""
+    """Tensor-parallel plan, as in `TensorConfig.plan`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
