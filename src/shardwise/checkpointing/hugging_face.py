@@ -96,7 +96,8 @@ def sidecar_names(folder: storage.Place) -> list[str]:
 
 
 _LOADING = "core_model_loading"
-_AS_IN_THE_MODEL = ("sharded", "dcp", "fsdp1-full", "fsdp1-sharded", "fsdp1-local")
+_PUBLISHED = ("safetensors", "full")
+"""Formats that Hugging Face publishes models in, possibly with another layout than the model's."""
 
 
 _Group = tuple[Any, dict[str, list[StoredTensor]]]
@@ -107,7 +108,7 @@ def in_model_layout(contents: Contents, model: nn.Module, names: Collection[str]
     """The contents under the model's names and shapes, where transformers or the model say how; else as they are."""
     if (parts := getattr(model, "published_experts", None)) is not None:
         return _with_stacked_experts(contents, parts)
-    if contents.format in _AS_IN_THE_MODEL or not _is_described(model):
+    if contents.format not in _PUBLISHED or not _is_described(model):
         return contents
     mapping = importlib.import_module("transformers.conversion_mapping")
     with _unsharded_classes(model):

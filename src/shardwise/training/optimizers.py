@@ -433,6 +433,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return torch.optim.AdamW(groups, lr=config.learning_rate, **options)
 
 
+def num_states(kind: Kind, config: OptimizerConfig) -> int:
+    """Number of state tensors of the parameter's size that the optimizer keeps for a parameter of this kind."""
+    if config.name == "sgd":
+        return int(config.momentum > 0)
+    return 1 if config.name == "muon" and kind == "blocks" else 2
+
+
 def _adamw_options(groups: list[dict[str, Any]], config: OptimizerConfig) -> dict[str, Any]:
     return {"betas": config.betas, "eps": config.eps, "fused": _fused(torch.optim.AdamW, groups, config)}
 

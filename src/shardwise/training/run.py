@@ -49,7 +49,7 @@ from shardwise.training.ema import EMA
 from shardwise.training.metrics import Metrics, StepLogger, StepMetrics
 from shardwise.training.microbatching import Microbatches
 from shardwise.training.objective import BadLosses, Objective, StepBatches
-from shardwise.training.optimizers import ClippingAdamW, build_optimizer, parameter_kinds
+from shardwise.training.optimizers import ClippingAdamW, build_optimizer, num_states, parameter_kinds
 from shardwise.training.schedules import Schedule
 from shardwise.units import format_bytes, format_count
 
@@ -162,14 +162,12 @@ def prepare_blocks(
 
 def checkpoint_bytes(model: nn.Module, made: Plan, config: RunConfig) -> int:
     """Size of one checkpoint of a run: weights, buffers, optimizer state and averages of all ranks."""
-    kinds, optimizer = parameter_kinds(model), config.optimizer
+    kinds = parameter_kinds(model)
     total = sum(each.tensor.nbytes for each in model_tensors(model) if not each.is_parameter)
     for planned in made.parameters:
         total += planned.num_bytes if planned.trainable or config.lora is None else 0
         if planned.trainable:
-            is_muons = optimizer.name == "muon" and kinds[model.get_parameter(planned.fqn)] == "blocks"
-            num_states = int(optimizer.momentum > 0) if optimizer.name == "sgd" else 1 if is_muons else 2
-            total += num_states * planned.num_bytes
+            total += num_states(kinds[model.get_parameter(planned.fqn)], config.optimizer) * planned.num_bytes
             if config.training.ema_decay is not None:
                 total += max(planned.num_bytes, 4 * planned.numel)  # averages of 16-bit parameters are float32
     return total
