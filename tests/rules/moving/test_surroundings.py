@@ -688,3 +688,41 @@ def test_numbers_are_reported_where_a_file_tells_fsdp2_apart_as_well():
     branch = "if fsdp_version == 1:\n    model = FSDP(build())\nelse:\n    model = plain(build())\n"
     _, findings = moved(f"{branch}for p in model.parameters():\n    dist.all_reduce(p.grad)\n")
     assert status_of(findings, "SW135") == STAYS
+
+
+TRAINER = """import torch
+import torch.distributed as dist
+
+
+class Trainer:
+    def __init__(self, net):
+        self.net = net
+
+    def norm(self):
+        norm = torch.stack([p.grad.norm() for p in self.net.parameters()])
+        dist.all_reduce(norm)
+"""
+CHOSEN = {
+    "from_a_table": "from trainer import Trainer\n\n_ALL = {'one': Trainer}\n",
+    "by_its_name": "import importlib\n\n_ALL = {'one': getattr(importlib.import_module('trainer'), 'Trainer')}\n",
+}
+CHOOSING = """from choosing import choose
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.module = FSDP(inner)
+
+
+kind = choose(name)
+kind(Wrapper(build())).norm()
+"""
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_models_are_followed_into_classes_chosen_at_run_time(kind: str):
+    choosing = CHOSEN[kind] + "\n\ndef choose(name):\n    return _ALL[name]\n"
+    found = together({"train.py": IMPORTS + CHOOSING, "choosing.py": choosing, "trainer.py": TRAINER})
+    told = [one.line for one in found["trainer.py"][1] if one.code == "SW135" and one.status is Status.NEEDS_DECISION]
+    assert told == [11]

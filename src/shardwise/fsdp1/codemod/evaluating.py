@@ -564,6 +564,9 @@ class Evaluator:
         for one in objects:
             yield from ((file.context, method, one) for file, method in self._methods_of(one.definition, "__call__"))
         if not isinstance(call.func, ast.Attribute):
+            chosen = [] if objects else self._chosen(call.func, called)
+            if chosen and any(self.flow.matters(self.values(one)) for one in given_to(call)):
+                yield from ((context, definition, None) for context, definition in self.flow.named_in(chosen))
             return
         owner = self._resolve(call.func.value) if isinstance(call.func.value, ast.Name | ast.Attribute) else None
         hands_on = (self.flow.matters(self.values(one)) for one in given_to(call))
@@ -588,6 +591,14 @@ class Evaluator:
                 is_linked = is_handed or self.flow.matters(self.flow.look_up(method))  # what it gives back
                 if is_linked and isinstance(owner_class, ast.ClassDef) and self._is_near(file):
                     yield file.context, method, instance(owner_class)
+
+    def _chosen(self, function: ast.expr, called: Values) -> list[FileContext]:
+        """The files of the table or of the program's functions that a function or class is taken from at run time."""
+        if isinstance(function, ast.Subscript):
+            return [self.context]
+        made = ((self.flow.file_of(one.whole.site), one.whole.site) for one in called)
+        found = [file._resolve(site.func) for file, site in made if file is not None and isinstance(site, ast.Call)]
+        return [one[0] for one in found if one is not None]
 
     def _is_near(self, other: Evaluator) -> bool:
         """Whether an object of a class of another file can have come here, as far as imports show."""

@@ -74,7 +74,7 @@ class Sharded(Evaluator):
             return value.path[-1:] in (("weight",), ("bias",), ("_parameters",))
         taken = value.whole.site if "parameters" in value.whole.origins else None
         file = self.flow.file_of(taken) if isinstance(taken, ast.Call) else None
-        return file is not None and isinstance(taken.func, ast.Attribute) and file.holds_part(taken.func.value)  # pyrefly: ignore
+        return file is not None and isinstance(taken.func, ast.Attribute) and file.has_inside(taken.func.value)  # pyrefly: ignore
 
     def has_inside(self, node: ast.expr) -> bool:
         """Whether an expression may be a wrapped model, or an object that has one."""
@@ -417,6 +417,13 @@ class ProgramFlow:
             other = self.program.parsed(path)
             if other is not None and any(name == one.name for one in other.functions if other.enclosing_class(one)):
                 self.activate(other)
+
+    def named_in(self, places: Iterable[FileContext]) -> Iterator[tuple[FileContext, ast.ClassDef]]:
+        """The classes of the program that some files name, also in strings as a table of trainers does."""
+        names = {name for context in places for name in re.findall(r"\b[A-Z]\w+", context.text)}
+        defined = re.compile(rf"^class (?:{'|'.join(sorted(names))})\b", re.MULTILINE)
+        for context in self.program.files(defined.search) if names else ():
+            yield from ((context, one) for name, one in context.classes.items() if name in names)
 
     def _activate_importers(self) -> None:
         """Read the files that import a function which returns a wrapped model, or a class or variable that has one."""

@@ -264,7 +264,7 @@ def _report_loop(draft: FileDraft, loop: ast.For | Comprehension) -> None:
     if counts and "state" in attributes_in(*iterated(loop)) and draft.sharded.constructors:
         message = "numel() of an optimizer's state counts the full tensor now; with FSDP1 it counted this rank's shard"
         draft.reported(NUMBERS_CODE, loop, message, "count value.to_local() where the value is a DTensor")
-    if not any(map(draft.holds, models)):
+    if not any(map(draft.sharded.has_inside, models)):
         return
     _report_writes(draft, loop, loop)
     if counts:
