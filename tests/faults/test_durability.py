@@ -119,10 +119,14 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, log: P
 
 
 @pytest.mark.parametrize(("old_bytes", "new_bytes"), [(16, 16), (None, 16), (16, None), (None, None)])
-def test_a_kill_at_any_point_leaves_the_old_weights_the_new_or_none(
+def test_a_kill_at_any_point_leaves_the_old_weights_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_bytes: int | None, new_bytes: int | None
 ):
-    """The folder is copied before every call that changes it, and after the last: a kill leaves one of the copies."""
+    """The folder is copied before every call that changes it, and after the last: a kill leaves one of the copies.
+
+    Only shards of the same names cannot be replaced at once: between old and new is an incomplete set.
+    """
+    may_be_incomplete = old_bytes == new_bytes == 16
     folder, found = tmp_path / "weights", []
 
     def model_of(value: float) -> nn.Module:
@@ -156,7 +160,7 @@ def test_a_kill_at_any_point_leaves_the_old_weights_the_new_or_none(
     assert (folder.stat().st_ino, (folder / "train.log").read_text()) == (inode, "epoch 2")
     assert values_in(folder) == {2}
     for copy in found:
-        with contextlib.suppress(sw.ShardwiseError):
+        with contextlib.suppress(*[sw.ShardwiseError] * may_be_incomplete):
             assert values_in(copy) in ({1}, {2})
         sw.save_weights(model_of(3), copy, max_shard_bytes=new_bytes, overwrite=True)
         assert values_in(copy) == {3}

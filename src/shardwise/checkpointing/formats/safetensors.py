@@ -364,15 +364,25 @@ def refuse_overwrite(path: Path, overwrite: bool, *, is_file: bool) -> None:
 def _replace_weights(partial: Path, folder: Path, names: Sequence[str]) -> None:
     """Move the files into the folder, in place of its weights; its other files, open or linked to, are not touched.
 
-    The old weights are removed first, their index before them, and the new index comes last: a reader, also one after
-    a crash, finds the old weights, the new ones or an incomplete set, but no mixture.
+    The old weights are removed after the new ones are there, so that a reader, also one after a crash, finds one or the
+    other. Only where an old and a new shard have the same name are the old weights removed first: until all files are
+    moved a reader then finds an incomplete set, but never a mixture of both.
     """
     old = [name for name in storage.names_in(folder) if _WRITTEN.fullmatch(name)]
+    old.sort(key=lambda name: not name.endswith(INDEX_SUFFIX))  # no index without its shards
+    before = old if any(_SHARD.fullmatch(name) and name in names for name in old) else []
+    after = [name for name in old if name not in names and not before]
     with storage.os_errors("replace the weights", folder):
-        for name in sorted(old, key=lambda name: not name.endswith(INDEX_SUFFIX)):
-            (folder / name).unlink()
-        storage.sync_folder(folder)
+        _remove(before, folder)
         for name in names:
             os.replace(partial / name, folder / name)
         storage.sync_folder(folder)
+        _remove(after, folder)
     storage.remove_tree(partial)
+
+
+def _remove(names: Sequence[str], folder: Path) -> None:
+    for name in names:
+        (folder / name).unlink()
+    if names:
+        storage.sync_folder(folder)
