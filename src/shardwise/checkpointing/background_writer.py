@@ -27,9 +27,9 @@ from shardwise.errors import CheckpointError, EnvironmentProblem, ShardwiseError
 from shardwise.progress import Progress
 
 Work = Callable[[memoryview, "Progress | None"], Any]
-"""What the process is asked to do, with the shared memory and a progress to report to. Picklable."""
+"""A task for the process: called with the shared memory and an optional progress display. Picklable."""
 
-# The same modules as here, however this process came by them.
+# Uses this process's sys.path, so that both processes import the same modules.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from shardwise.checkpointing.background_writer import main; main(int(sys.argv[2]))"
@@ -41,13 +41,13 @@ _WATCH_S = 0.2
 def write_items(
     path: Place, items: Sequence[LocalChunk], values: dict[str, Any], fsync: bool, memory: memoryview, progress: Any
 ) -> sharded.FileRecord:
-    """Write one rank's file: tensors from buffers or from shared memory, and encoded values for torch's readers."""
+    """Write one rank's file: tensors from buffers or shared memory, and encoded values as torch's readers expect."""
     placed = [replace(item, memory=bytes_of_item(item, memory)) for item in items]
     return sharded.write_rank_file(path, placed, sharded.value_streams(values), fsync=fsync, progress=progress)
 
 
 def bytes_of_item(item: LocalChunk, memory: memoryview) -> memoryview:
-    """Return an item's bytes, which may be in shared memory."""
+    """Return an item's bytes, from its tensor or from shared memory."""
     if isinstance(item.memory, int):
         return memory[item.memory : item.memory + item.num_bytes]
     return bytes_of(item.memory)
@@ -96,7 +96,7 @@ class WriterProcess:
         return self._process.poll() is None
 
     def run(self, work: Work, arena: Any, progress: Progress | None) -> Any:
-        """Run `write_items` or `commit` in the process and wait; raises its error, or one if the process died."""
+        """Run `write_items` or `commit` in the process and wait; raise its error, or an error if the process died."""
         failed: Exception | None = None
         is_new = arena.generation != self._generation
         try:
@@ -107,7 +107,7 @@ class WriterProcess:
             while (message := self._connection.recv())[0] not in ("answer", "error"):
                 try:
                     getattr(progress, message[0])(*message[1])
-                except Exception as error:  # the caller's; the answer must be taken all the same
+                except Exception as error:  # raised by the caller's progress; the answer must still be received
                     failed = failed or error
         except (EOFError, OSError) as error:
             if progress is not None:
@@ -141,7 +141,7 @@ def serve(connection: Connection) -> None:
     def relay(name: str, *args: object) -> None:
         connection.send((name, args))
 
-    # The progress of the parent: every call is sent there.
+    # Stands for the parent's progress: every call is sent to the parent.
     progress = SimpleNamespace(**{name: partial(relay, name) for name in ("start", "advance", "finish")})
     while True:
         try:
@@ -166,11 +166,11 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
-        os.nice(5)  # training first
+        os.nice(5)  # gives training priority
     parent = os.getppid()
 
     def leave_with_parent() -> None:
-        # Its end of the socket may live on in a process that it forked, so that we would never see the end of it.
+        # Forked processes may keep the parent's end of the socket open, so its closing is not a reliable sign.
         while os.getppid() == parent:
             time.sleep(_WATCH_S)
         os._exit(1)
@@ -179,4 +179,4 @@ def main(descriptor: int) -> None:
     with Connection(descriptor) as connection, contextlib.suppress(BrokenPipeError, ConnectionError):
         serve(connection)
     sys.stdout.flush()
-    os._exit(0)  # nothing to tidy up, and the mapped memory may be large
+    os._exit(0)  # no cleanup is needed, and unmapping much memory takes time

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint in any format: tensors as stored chunks, and values. No torch, no I/O."""
+"""Contents of a checkpoint in any format: values, and tensors as stored chunks. No torch, no I/O."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ DTYPES: dict[str, tuple[int, str, str]] = {
     "uint8": (1, "U8", "ByteStorage"),
     "bool": (1, "BOOL", "BoolStorage"),
 }
-"""By the name torch gives the dtype (`str(dtype)` without `torch.`): bytes of one element, the name in safetensors, and
-the storage class in torch's pickles; empty where there is none."""
+"""By torch's name of the dtype (`str(dtype)` without `torch.`): bytes per element, the dtype's name in safetensors, and
+the storage class in torch's pickles; an empty string if there is none."""
 ITEM_BYTES = {dtype: num_bytes for dtype, (num_bytes, _, _) in DTYPES.items()}
 
 
 KeyPath = tuple[str | int, ...]
-"""Keys that lead to a value in a nested state dict."""
+"""Keys on the path to a value in a nested state dict."""
 
 
 def count_of(value: Any) -> int:
@@ -57,7 +57,7 @@ def sizes_of(values: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """A rectangular part of a tensor: from `starts`, `sizes` elements along each dimension."""
+    """A rectangular part of a tensor: `sizes` elements along each dimension, starting at `starts`."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -69,7 +69,7 @@ class ChunkSpec:
 
     @property
     def numel(self) -> int:
-        """Elements in the chunk; a scalar has one."""
+        """Number of elements in the chunk; 1 for a scalar."""
         return math.prod(self.sizes)
 
     def overlap(self, other: ChunkSpec) -> ChunkSpec | None:
@@ -97,7 +97,7 @@ class ChunkSpec:
         num_stored = sum(part.numel for part in parts)
         active: list[ChunkSpec] = []
         for part in parts:
-            # Sorted by start along dim 0: only chunks that reach this far can still meet it.
+            # Sorted by start along dim 0: only chunks that end after this start can overlap it.
             active = [other for other in active if not part.starts or other.starts[0] + other.sizes[0] > part.starts[0]]
             if any(part.overlap(other) is not None for other in active):
                 return "some elements are stored twice"
@@ -107,7 +107,7 @@ class ChunkSpec:
         return ""
 
     def rows(self, wanted: ChunkSpec, max_elements: int, along: int | None = None) -> Iterator[ChunkSpec]:
-        """Parts of whole rows below a dimension (by default the first whose rows fit) that hold all of `wanted`."""
+        """Yield chunks of complete rows below a dimension (default: the first whose rows fit) that cover `wanted`."""
         if not self.sizes:
             yield self
             return
@@ -131,121 +131,121 @@ class StoredChunk:
 
     spec: ChunkSpec
     file: str = ""
-    """Relative to the checkpoint's folder, with `/`. Empty if `data` is set."""
+    """Path relative to the checkpoint's folder, with `/`. Empty if `data` is set."""
     offset: int = 0
     """Offset of the first element in `file`."""
     checksums: tuple[int, ...] = ()
-    """XXH3-64 of each `Contents.block_bytes` from `offset` on (the last may be shorter); empty: not checksummed."""
+    """XXH3-64 of each `Contents.block_bytes`, starting at `offset` (the last block may be shorter); empty: none."""
     data: memoryview | None = field(default=None, compare=False)
     """The bytes, for formats that do not store them contiguously."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint, and its chunks."""
+    """One tensor of a checkpoint and its chunks."""
 
     name: str
     dtype: str
-    """As in `float32`."""
+    """Name of the dtype, such as `float32`."""
     shape: tuple[int, ...]
     chunks: tuple[StoredChunk, ...] = ()
-    """None of them where the tensor is still to be written."""
+    """Empty for a tensor that has not been written yet."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Number of bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return the location of its bytes; equal for two names of the same bytes."""
+        """Location of the tensor's bytes; equal for two names of the same bytes."""
         return tuple((chunk.spec, chunk.file, chunk.offset, id(chunk.data)) for chunk in self.chunks)
 
     def problem(self, wanted: ChunkSpec | None = None) -> str:
-        """Why every element of it, or of a part, is not stored exactly once; empty when it is."""
+        """Return why the tensor, or a part of it, is not stored exactly once; empty if it is."""
         return (wanted or ChunkSpec.whole(self.shape)).coverage_problem(chunk.spec for chunk in self.chunks)
 
     def portions(self, spec: ChunkSpec | None = None, max_bytes: int = 64 << 20) -> Iterator[ChunkSpec]:
-        """It, or a part of it, in parts of at most `max_bytes` in row-major order: whole rows where they fit."""
+        """Split the tensor, or a part of it, into row-major chunks of at most `max_bytes`; whole rows if possible."""
         spec, count = spec or ChunkSpec.whole(self.shape), max_bytes // ITEM_BYTES[self.dtype]
         return iter([spec]) if spec.numel <= count else spec.rows(spec, count)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalChunk:
-    """A chunk of a tensor on this rank."""
+    """A chunk of a tensor that this rank holds."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     spec: ChunkSpec
     memory: Any = field(default=None, compare=False)
-    """Its elements, row-major: a contiguous CPU tensor, a buffer, or their offset in the arena."""
+    """Its elements in row-major order: a contiguous CPU tensor, a buffer, or an offset in the arena (`staging.py`)."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the chunk."""
+        """Number of bytes of the chunk."""
         return self.spec.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class TorchStream:
-    """One `torch.save` stream: a file, or an item of a Distributed Checkpoint file. Its records carry CRC-32s."""
+    """One `torch.save` stream: a file, or an item of a Distributed Checkpoint file. Its records have CRC-32s."""
 
     file: str
-    """Relative to the checkpoint's folder, with `/`."""
+    """Path relative to the checkpoint's folder, with `/`."""
     offset: int
     num_bytes: int
     name: str = ""
-    """The tensor or value that it holds; empty when it is a whole file."""
+    """Name of the stored tensor or value; empty if the stream is a whole file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
     """The index of a checkpoint, without the tensors' bytes.
 
-    Names are flat and those of `torch.distributed.checkpoint`: `model.layers.0.weight`,
-    `optim.state.layers.0.weight.exp_avg`, `optim.param_groups.0.lr`. A file of weights alone has bare names.
+    Names are flat, as in `torch.distributed.checkpoint`: `model.layers.0.weight`,
+    `optim.state.layers.0.weight.exp_avg`, `optim.param_groups.0.lr`. A file with only weights has no prefix `model.`.
     """
 
     path: Path | str
-    """The folder, or the single file; a `str` is the URL of a store that fsspec serves."""
+    """The folder or the single file; a `str` is a URL of a store that fsspec supports."""
     format: str
-    """`sharded` (ours), `dcp` (torch's), `full`, `safetensors`, `fsdp1-full`, `fsdp1-sharded`, `fsdp1-local`."""
+    """`sharded` (shardwise's), `dcp` (torch's), `full`, `safetensors`, `fsdp1-full`, `fsdp1-sharded`, `fsdp1-local`."""
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Everything but tensors, by the same flat names, as plain Python values."""
+    """Everything except tensors, by flat name, as plain Python values."""
     file_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Required size of each file, if the format has it."""
+    """Required size of each file, if the format records it."""
     block_bytes: int = 0
-    """Bytes under one checksum; 0 when the format has none."""
+    """Bytes per checksum; 0 if the format has no checksums."""
     step: int | None = None
     world_size: int | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
     """Other metadata of the format: mesh, plan, versions, dates."""
     structure: Mapping[str, KeyPath] = field(default_factory=dict)
-    """Flat name to the path in the nested state dict it came from, where a dot would be ambiguous."""
+    """Path of keys by flat name, for names that do not determine the path (keys with dots)."""
     streams: tuple[TorchStream, ...] = ()
     """The `torch.save` streams of the checkpoint."""
 
     @property
     def folder(self) -> Path | str:
-        """What `StoredChunk.file` is relative to."""
+        """The folder that `StoredChunk.file` is relative to."""
         return self.path if isinstance(self.path, str) or self.path.is_dir() else self.path.parent
 
     def path_of(self, name: str) -> KeyPath:
-        """Return the path of a tensor or value in the nested state dict; the name itself if there is none."""
+        """Return the path of a tensor or value in the nested state dict; by default the name itself."""
         return self.structure.get(name, (name,))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Number of bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
 def merge_contents(path: Path | str, format: str, parts: Iterable[Contents]) -> Contents:
-    """Merge the contents of several files or folders; of two values with one name the last wins."""
+    """Merge the contents of several files or folders; if names repeat, the last value is used."""
     merged = Contents(path, format, {})
     for part in parts:
         merged = replace(
@@ -261,11 +261,11 @@ def merge_contents(path: Path | str, format: str, parts: Iterable[Contents]) -> 
 
 
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:
-    """Cut the elements `[start, end)` of a row-major tensor into chunks, each with the number of elements before it."""
-    rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]  # elements of one row above each dimension
+    """Split elements `[start, end)` of a row-major tensor into chunks, each with the number of elements before it."""
+    rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]  # elements per index of each dimension
     at = start
     while at < end:
-        # The outermost dimension along which a whole row starts here and fits.
+        # The outermost dimension of which a complete row starts here and fits.
         fitting = (dim for dim in range(len(shape)) if at % rows[dim + 1] == 0 and at + rows[dim + 1] <= end)
         if (dim := next(fitting, None)) is None:  # a scalar
             yield ChunkSpec((), ()), 0

@@ -30,7 +30,7 @@ _NOT_KEPT = ("aliases", "frames", "left_out", "metadata")
 
 
 def _write(writer: FullWriter | SafetensorsWriter, contents: Contents, progress: Progress | None) -> None:
-    """Copy the writer's tensors, cast to its dtypes."""
+    """Write the tensors that the writer lists, cast to its dtypes."""
 
     def chunks() -> Chunks:
         for info in writer.order:
@@ -46,7 +46,7 @@ def _write(writer: FullWriter | SafetensorsWriter, contents: Contents, progress:
 def _write_dcp(
     contents: Contents, dst: storage.Place, infos: Mapping[str, StoredTensor], progress: Progress | None
 ) -> None:
-    """Copy everything into a sharded checkpoint of one file."""
+    """Copy everything into a sharded checkpoint with one file."""
     aliases = _aliases(contents)
     stored = {name: info for name, info in infos.items() if name not in aliases}
     items = (
@@ -81,7 +81,7 @@ def _write_dcp(
 
 
 def _aliases(contents: Contents) -> dict[str, str]:
-    """Names of the model that are a second name of the same bytes: tied weights."""
+    """Return tied weights of the model: second names of the same bytes, each with the first name."""
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in contents.tensors.items():
@@ -128,31 +128,31 @@ def convert_checkpoint(
     verify: bool = True,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert a checkpoint, streaming: at most some 64 MiB of tensors are in memory at any time.
+    """Convert a checkpoint; it is streamed, with at most about 64 MiB of tensors in memory.
 
     Args:
-        src: Any checkpoint that `inspect_checkpoint` knows.
-        dst: A new folder (`dcp`, `safetensors`) or file (`full`; `safetensors` where it ends so). A URL for `dcp` only.
-        format: `dcp`: sharded, ours and torch's, everything kept. `full`: one `torch.save` file, everything kept.
-            `safetensors`: the model's weights alone, in a folder that transformers can open.
-        dtype: What floating-point weights of the model become; the optimizer's state keeps its own.
-        max_shard_bytes: Of tensors in one safetensors file; None: all in one.
-        model: The model's definition, where the files do not name its parameters (FSDP1's LOCAL state dicts,
-            optimizers that number them). On the meta device is enough.
-        config: Where `config.json` and the tokenizer's files are, for `safetensors`; default: beside the source.
-        overwrite: Replace safetensors or a full file that are there already.
-        verify: Also compare torch's own files with the CRC-32 they carry, before anything is written; what shardwise
-            wrote is verified as it is read in any case.
-        progress: Receives the bytes as they are written.
+        src: A checkpoint of any format that `inspect_checkpoint` supports.
+        dst: A new folder (`dcp`, `safetensors`) or file (`full`, or `x.safetensors`). URLs: only for `dcp`.
+        format: `dcp`: sharded, the format of shardwise and torch, everything kept. `full`: one `torch.save` file,
+            everything kept. `safetensors`: only the model's weights, in a folder that transformers can open.
+        dtype: Dtype of the model's floating-point weights; optimizer state keeps its dtype.
+        max_shard_bytes: Maximum bytes of tensors in one safetensors file; None: a single file.
+        model: The model's definition, if the files do not name its parameters (FSDP1's LOCAL state dicts, optimizers
+            that number them). It may be on the meta device.
+        config: Location of `config.json` and the tokenizer's files, for `safetensors`; default: the source's folder.
+        overwrite: Replace an existing safetensors or full file.
+        verify: First verify the CRC-32 checksums of torch's files, before anything is written; files of shardwise are
+            always verified as they are read.
+        progress: Receives the written bytes.
 
     Returns:
-        What was written, and what could not be.
+        Path, formats and sizes of the conversion, and the names that could not be written.
 
     Raises:
-        CheckpointError: The source is damaged, names are missing, the disk is full; `dst` is then not there.
+        CheckpointError: The source is damaged, names are missing, or the disk is full; `dst` then does not exist.
 
     Ranks:
-        Local: one process, no process group. The number of ranks that wrote the source does not matter.
+        Local: one process, no process group. The source may be from any number of ranks.
     """
     require_choice(format, get_args(Format), where="convert_checkpoint(format=...)")
     refuse_suffix(dst, format, 'format="full"')
@@ -164,7 +164,7 @@ def convert_checkpoint(
         refuse_damaged(source, progress)
     if format == "dcp":
         _write_dcp(contents, target, infos, progress)
-    elif format == "full":  # the dictionary that was flattened, with what stands for each tensor in its place
+    elif format == "full":  # the nested dictionary, with a tensor description in place of each tensor
         encoded = {name: encode_value(value, name) for name, value in contents.values.items()}
         tensors = infos | {alias: infos[name] for alias, name in _aliases(contents).items()}
         tree = full_tree(tensors, encoded, contents.structure, step=contents.step, world_size=contents.world_size)

@@ -1,4 +1,4 @@
-"""How Hugging Face's files differ from the model: renamed, fused and transposed tensors, and the files beside them."""
+"""Conversion of Hugging Face files to the model's layout (renamed, fused and transposed tensors), and sidecar files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardwise.planning.settings import dtype_name
 
 
 def stack(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
-    """As `torch.stack`; a ValueError if shapes or dtypes differ."""
+    """Like `torch.stack`; raises ValueError if shapes or dtypes differ."""
     widened = []
     for tensor in tensors:
         chunks = tuple(
@@ -38,7 +38,7 @@ def stack(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
 
 
 def concatenate(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
-    """As `torch.cat`; a ValueError if shapes or dtypes differ."""
+    """Like `torch.cat`; raises ValueError if shapes or dtypes differ."""
     first = tensors[0]
     dim %= len(first.shape)
     others = {(tensor.dtype, tensor.shape[:dim], tensor.shape[dim + 1 :]) for tensor in tensors}
@@ -63,7 +63,7 @@ def _insert(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 
 
 class ComputedBytes:
-    """What a `StoredChunk` holds in place of bytes: those of `name` among what `compute` makes; under a lock."""
+    """Bytes of a `StoredChunk` that are computed when read: `name` of the result of `compute`, under a lock."""
 
     def __init__(self, compute: Callable[[], Mapping[str, memoryview]], name: str, lock: threading.Lock) -> None:
         self._compute, self._name, self._lock = compute, name, lock
@@ -81,7 +81,7 @@ _NAMES = re.compile(
 
 
 def read_sidecar_files(place: storage.Place) -> dict[str, bytes]:
-    """The files in a folder that transformers looks for beside weights, or one such file, by name."""
+    """Return the files in a folder that transformers reads beside weights, or one such file, by name."""
     if storage.size_of(place) is not None:
         return {storage.split(place)[1]: storage.read_small(place, _MAX_BYTES)}
     if not storage.exists(place):
@@ -90,22 +90,22 @@ def read_sidecar_files(place: storage.Place) -> dict[str, bytes]:
 
 
 def sidecar_names(folder: storage.Place) -> list[str]:
-    """Of the files in a folder, those that transformers looks for beside weights."""
+    """Return the names of files in a folder that transformers reads beside weights."""
     names = [name for name in storage.names_in(folder) if _NAMES.fullmatch(name)]
     return [name for name in names if storage.size_of(storage.join(folder, name)) is not None]
 
 
 _LOADING = "core_model_loading"
 _PUBLISHED = ("safetensors", "full")
-"""Formats that Hugging Face publishes models in, possibly with another layout than the model's."""
+"""Formats of models that Hugging Face publishes; their layout may differ from the model's."""
 
 
 _Group = tuple[Any, dict[str, list[StoredTensor]]]
-"""What becomes one or several tensors of the model: a converter, and stored tensors by the pattern that matched."""
+"""A converter, and its stored tensors by matching pattern; it yields one or several tensors of the model."""
 
 
 def in_model_layout(contents: Contents, model: nn.Module, names: Collection[str]) -> Contents:
-    """The contents under the model's names and shapes, where transformers or the model say how; else as they are."""
+    """Return the contents in the model's layout if transformers or the model describes it; otherwise unchanged."""
     if (parts := getattr(model, "published_experts", None)) is not None:
         return _with_stacked_experts(contents, parts)
     if contents.format not in _PUBLISHED or not _is_described(model):
@@ -118,7 +118,7 @@ def in_model_layout(contents: Contents, model: nn.Module, names: Collection[str]
 
 
 def _with_stacked_experts(contents: Contents, parts: Mapping[str, Sequence[str]]) -> Contents:
-    """Experts that are stored one by one (`experts.0.w1.weight`) as stacked tensors (`experts.gate_up_proj`)."""
+    """Stack experts that are stored separately (`experts.0.w1.weight`) into one tensor (`experts.gate_up_proj`)."""
     known = {name for names in parts.values() for name in names}
     tensors: dict[str, StoredTensor] = {}
     found: dict[tuple[str, str], dict[int, StoredTensor]] = {}
@@ -155,7 +155,7 @@ class _Layout:
         self._converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
-        self._compute = lru_cache(maxsize=2)(self._bytes_of_group)  # read in order, by a few threads at a time
+        self._compute = lru_cache(maxsize=2)(self._bytes_of_group)  # groups are read in order, by a few threads
         self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
 
     def apply(self, contents: Contents) -> Contents:
@@ -196,7 +196,7 @@ class _Layout:
     def _step(
         self, operation: Any, found: dict[str, list[StoredTensor]], converter: Any
     ) -> dict[str, list[StoredTensor]] | None:
-        """One operation on chunks; None when it takes more than that."""
+        """Apply one operation on chunks; return None if it needs the values."""
         kind, targets = type(operation).__name__, converter.target_patterns
         if kind == "MergeModulelist":
             single = targets[0] if len(found) == 1 else None
@@ -207,14 +207,14 @@ class _Layout:
         return None
 
     def _computed(self, name: str, group: _Group) -> dict[str, StoredTensor]:
-        """Let transformers convert the tensors themselves, when their turn to be read comes."""
+        """Let transformers convert the tensors when they are read."""
 
         def on_meta(stored: StoredTensor) -> torch.Tensor:
             return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
         tensors = {}
         for key, made in self._run(name, group, on_meta).items():
-            # The label keeps the reads of one group together: they are sorted by file.
+            # The file label sorts the reads of one group next to each other.
             data = ComputedBytes(lambda: self._compute(name), key, self._lock)
             chunk = StoredChunk(ChunkSpec.whole(tuple(made.shape)), file=f"computed {name}", data=data)  # pyrefly: ignore
             tensors[key] = StoredTensor(key, dtype_name(made.dtype), tuple(made.shape), (chunk,))
@@ -234,7 +234,7 @@ class _Layout:
 
 
 def _is_described(model: nn.Module) -> bool:
-    """Whether the model is one of transformers' own, in a version that describes conversions (from 5)."""
+    """Whether the model is from transformers, in a version that describes conversions (5 or newer)."""
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, getattr(library, "PreTrainedModel", ())):
         return False
@@ -243,7 +243,7 @@ def _is_described(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _unsharded_classes(model: nn.Module) -> Iterator[None]:
-    """Let modules have the classes their authors gave them: transformers looks its descriptions up by class."""
+    """Temporarily restore modules' original classes: transformers looks up its descriptions by class."""
     changed: list[tuple[nn.Module, type]] = []
     try:
         for module in model.modules():

@@ -40,17 +40,17 @@ DAMAGED, UNCHECKED, NEEDS_MODEL = "SW334", "SW335", "SW336"
 _COPY_AGAIN = "copy the checkpoint again, or use another"
 _READ_BYTES = 8 << 20
 _Check = tuple[str, str, Callable[[Iterable[bytes]], int], Iterable[tuple[Sequence[tuple[int, int]], int]]]
-"""A file, what is checked in it, how, and of each block the ranges of bytes that it is made of and its checksum."""
+"""A file, what is checked, the checksum function, and for each block its byte ranges and its expected checksum."""
 
 
 def unsound(contents: Contents) -> Iterator[Finding]:
-    """Return the errors in the index of a checkpoint, without reading tensors."""
+    """Yield the errors in the index of a checkpoint, without reading tensors."""
     for name, tensor in contents.tensors.items():
         if problem := tensor.problem():
             fix = "copy the checkpoint again with the files of all ranks, or use another"
             yield _error(INCOMPLETE, f"{name} is not stored whole: {problem}", contents.path, fix)
-    # Two states of one parameter that are the same bytes: FSDP1's FULL optimizer state dict gathers every state into
-    # the same buffer, with `use_orig_params=True`, unless it copies to another device.
+    # Two states of one parameter may be the same bytes: with `use_orig_params=True`, FSDP1's FULL optimizer state dict
+    # gathers every state into the same buffer, unless it copies to another device.
     seen: dict[tuple[object, ...], str] = {}
     shared: list[tuple[str, str]] = []
     for name, tensor in contents.tensors.items():
@@ -81,7 +81,7 @@ def refuse_unsound(contents: Contents) -> None:
 
 
 def wrong_files(contents: Contents) -> Iterator[Finding]:
-    """Return files that are missing or have a different size."""
+    """Yield an error for each file that is missing or has the wrong size."""
     for file in file_names(contents):
         path = storage.join(contents.folder, file)
         if problem := storage.size_problem(path, contents.file_bytes.get(file)):
@@ -99,7 +99,7 @@ def _error(code: str, message: str, where: object, fix: str = _COPY_AGAIN) -> Fi
 
 
 def _tensor_checks(contents: Contents) -> Iterator[_Check]:
-    """The blocks of tensors, and in our own format the bytes between them, file by file."""
+    """Yield the checks of tensors and, in shardwise's format, of the bytes between tensors, file by file."""
     extents: dict[str, dict[int, tuple[int, str, tuple[int, ...]]]] = {}
     for name, tensor in contents.tensors.items():
         for chunk in tensor.chunks:
@@ -120,7 +120,7 @@ def _tensor_checks(contents: Contents) -> Iterator[_Check]:
 
 
 def _record_checks(contents: Contents) -> Iterator[_Check]:
-    """The records of the checkpoint's `torch.save` streams that carry a CRC-32."""
+    """Yield the checks of records of `torch.save` streams that have a CRC-32."""
 
     def crc32(parts: Iterable[bytes]) -> int:
         return functools.reduce(lambda crc, data: zlib.crc32(data, crc), parts, 0)
@@ -142,7 +142,7 @@ def _record_checks(contents: Contents) -> Iterator[_Check]:
 def _failures(
     contents: Contents, checks: Iterable[_Check], progress: Progress | None
 ) -> Iterator[tuple[storage.Place, str, int, int]]:
-    """The file of each check that fails, what was checked, how many blocks are damaged, where the first starts."""
+    """Yield for each failed check: file, what was checked, number of damaged blocks, offset of the first."""
     sizes = {file: storage.size_of(storage.join(contents.folder, file)) or 0 for file in file_names(contents)}
     with storage.counting(progress, sum(sizes.values()), "verifying") as count:
         for file, group in itertools.groupby(checks, key=lambda check: check[0]):
@@ -162,7 +162,7 @@ def _read(reader: storage.FileReader, ranges: Sequence[tuple[int, int]]) -> Iter
 
 
 def refuse_damaged(contents: Contents, progress: Progress | None) -> None:
-    """Raise if a `torch.save` stream of the checkpoint does not have the CRC-32 it carries."""
+    """Raise if a record of the checkpoint's `torch.save` streams does not match its CRC-32."""
     for path, what, _, _ in _failures(contents, _record_checks(contents), progress):
         raise storage.damaged(
             f"the checkpoint is damaged: {what} is not what was saved",
@@ -173,18 +173,18 @@ def refuse_damaged(contents: Contents, progress: Progress | None) -> None:
 
 
 def verify_checkpoint(path: str | Path, *, progress: Progress | None = None) -> list[Finding]:
-    """Check all that can be checked: files, sizes, coverage, and every byte that has a checksum.
+    """Verify files, sizes, coverage of tensors, and every byte that has a checksum.
 
     Args:
-        path: A checkpoint of any format, or the folder of a run: then all its checkpoints.
+        path: A checkpoint of any format, or the folder of a run, to verify all its checkpoints.
         progress: Receives the bytes as they are read.
 
     Returns:
-        Nothing when all is well. A note (`SW335`) says when a format has no checksums, so that flipped bytes cannot
-        be seen.
+        The findings; empty if there are none. A note (`SW335`) is returned if the format has no checksums, so that
+        flipped bytes cannot be detected.
 
     Raises:
-        CheckpointError: There is nothing at `path`.
+        CheckpointError: `path` does not exist.
 
     Ranks:
         Local.
@@ -241,35 +241,35 @@ class TensorSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """Contents of a checkpoint. `print` it, or `to_dict()` it."""
+    """Contents of a checkpoint, for `print` or `to_dict`."""
 
     path: str
     format: str
     step: int | None
     world_size: int | None
     num_elements: int
-    """Of the model's parameters and buffers, tied ones once."""
+    """Elements of the model's parameters and buffers; tied ones are counted once."""
     num_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     disk_bytes: int
-    """Of all files that hold them."""
+    """Bytes of all files of the checkpoint."""
     is_checksummed: bool
     dtypes: Mapping[str, int]
     """Bytes by dtype."""
     sections: Mapping[str, tuple[int, int]]
-    """Tensors and bytes under each top-level name, such as `model` and `optim`."""
+    """Number of tensors and bytes by top-level name, such as `model` and `optim`."""
     tensors: tuple[TensorSummary, ...]
     values: Mapping[str, str]
     """Small values, as text."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Values of other classes, which are never instantiated."""
+    """Values of classes that are not supported and never instantiated, each with the reason."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Metadata such as mesh, plan and versions, if the format has it."""
     findings: tuple[Finding, ...] = ()
     """Errors found in the index; `verify_checkpoint` also reads the tensors."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return {
             **{name: getattr(self, name) for name in self.__slots__},
             "sections": {name: {"tensors": count, "bytes": size} for name, (count, size) in self.sections.items()},
@@ -301,11 +301,11 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None) -> I
     """Describe a checkpoint: names, shapes, dtypes, bytes, step, ranks, and errors in its index.
 
     Args:
-        path: A checkpoint of any format; the folder of a run means its latest.
-        model: Its definition, where the files do not name the parameters; without it flat parameters are shown.
+        path: A checkpoint of any format, or the folder of a run, for its latest checkpoint.
+        model: The model's definition, if the files do not name the parameters; otherwise flat parameters are listed.
 
     Raises:
-        CheckpointError: It is of no known format, or its index is damaged.
+        CheckpointError: The format is unknown, or the index is damaged.
 
     Ranks:
         Local.
@@ -370,7 +370,7 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """One tensor that differs between the checkpoints."""
+    """A tensor that differs between two checkpoints."""
 
     name: str
     what: str
@@ -378,7 +378,7 @@ class TensorDifference:
     a: str
     b: str
     largest: float | None = None
-    """The largest absolute difference of any element; nan where only one of the two is nan."""
+    """Largest absolute difference of an element; nan if only one of the two elements is nan."""
     num_elements: int = 0
     """Number of elements that differ."""
 
@@ -390,7 +390,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Differences of two checkpoints."""
+    """Differences between two checkpoints."""
 
     a: str
     b: str
@@ -398,9 +398,9 @@ class Difference:
     only_in_b: tuple[str, ...]
     tensors: tuple[TensorDifference, ...]
     values: tuple[str, ...]
-    """Names of small values that are not equal."""
+    """Names of values that are not equal."""
     num_equal: int
-    """Tensors that are the same, bit by bit."""
+    """Number of tensors that are bitwise equal."""
 
     @property
     def is_empty(self) -> bool:
@@ -409,12 +409,12 @@ class Difference:
 
     @property
     def largest(self) -> TensorDifference | None:
-        """The tensor with the largest difference of an element."""
+        """The tensor with the largest difference."""
         found = [tensor for tensor in self.tensors if tensor.largest is not None]
         return max(found, key=lambda tensor: (tensor.largest != tensor.largest, tensor.largest), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return {**asdict(self), "equal": self.is_empty}
 
     def __str__(self) -> str:
@@ -431,19 +431,19 @@ class Difference:
 def diff_checkpoints(
     a: str | Path, b: str | Path, *, model: nn.Module | None = None, progress: Progress | None = None
 ) -> Difference:
-    """Compare two checkpoints, of any formats and any numbers of ranks.
+    """Compare two checkpoints of any formats and numbers of ranks.
 
-    A checkpoint that holds weights alone is compared with the weights of the other. Where the random states of
-    Python or NumPy differ, that is logged and not counted: programs often seed torch alone.
+    A checkpoint with only weights is compared with the weights of the other. Differing random states of Python and
+    NumPy are logged but not counted: programs often seed only torch.
 
     Args:
-        a: One of them.
-        b: The other.
-        model: Its definition, where one of them does not name its parameters.
-        progress: Receives the bytes as they are compared.
+        a: The first checkpoint.
+        b: The second checkpoint.
+        model: The model's definition, if a checkpoint does not name its parameters.
+        progress: Receives the compared bytes.
 
     Ranks:
-        Local. At most some 128 MiB of tensors are in memory.
+        Local. At most about 128 MiB of tensors are in memory.
     """
     left, right = (with_our_names(open_checkpoint(path, model=model)) for path in (a, b))
     if _only_weights(left) != _only_weights(right):
@@ -479,7 +479,7 @@ def _differ(one: object, other: object) -> bool:
     """Whether two stored values differ; NaN equals itself, and arrays are compared as a whole."""
     try:
         return encode_value(one) != encode_value(other)
-    except CheckpointError:  # the stand-in of an object that is never built
+    except CheckpointError:  # a placeholder of an object that is never instantiated
         return repr(one) != repr(other)
 
 
@@ -511,7 +511,7 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
 
 
 def _compare_parts(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
-    """Return the largest difference and the number of differing elements; compares bits if the dtype is equal."""
+    """Return the largest difference and the number of differing elements; equal bytes are equal."""
     if one.dtype == other.dtype and storage.bytes_of(one) == storage.bytes_of(other):
         return 0.0, 0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64

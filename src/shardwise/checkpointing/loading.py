@@ -1,4 +1,4 @@
-"""Load a run's state: plan and validate every read, then read and restore the objects."""
+"""Load a run's state: plan and check every read, then read and restore the objects."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ T = TypeVar("T")
 
 
 def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, frozenset[str]]:
-    """Return the contents for rank `rank` of `size`, with its own values in place of rank 0's.
+    """Return the contents for rank `rank` of `size`, with the values that this rank saved if they differ from rank 0's.
 
-    With it come the names that differed between the ranks that saved, where this run has another number of ranks.
+    Also return the names whose values differed between the saving ranks, if their number was not `size`.
     """
     own, differing, prefix = {}, set(), f"{run_state.PER_RANK}."
     stored_by_ranks = [name for name in (*contents.tensors, *contents.values) if name.startswith(prefix)]
@@ -66,9 +66,9 @@ def contents_for(contents: Contents, rank: int, size: int) -> tuple[Contents, fr
 
 
 class LoadPlan:
-    """Maps stored values to the run's objects; a CheckpointError lists mismatches.
+    """Maps stored values to the run's objects; raises a CheckpointError that lists mismatches.
 
-    Making it changes nothing. `ranks` is the channel of those that load; None: weights only.
+    Planning modifies nothing. `ranks` is the channel of the loading ranks; None: load only weights.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class LoadPlan:
             self._rank = ranks.rank
         self._run, self._strict, self._elsewhere, self._weights_only = run, strict, run.elsewhere, ranks is None
         self.extra: Any = None
-        """Once everything is in place: what was saved as that."""
+        """The saved `extra`; set by `finish`."""
         self.notes: list[str] = []
-        """What the user should know."""
+        """Messages for the user."""
         self.matched: dict[str, Matched] = {}
-        """By name of the model."""
+        """Matched names by name of the model."""
         self.rebuilt: list[str] = []
-        """Once everything is in place: tensors that were on meta, not stored, and initialised."""
+        """Names of meta tensors that were not stored and were initialized; set after reading."""
         self._requests: list[Request] = []
         self._finish: list[Callable[[], object]] = []
         self._problems: list[str] = []
@@ -117,7 +117,7 @@ class LoadPlan:
             )
 
     def requests(self) -> list[Request]:
-        """Everything to be read, models last; computed each time, because allocating a model makes new tensors."""
+        """Return all read requests, models last; computed on each call, because `allocate` replaces tensors."""
         found = list(self._requests)
         for name, matched in self.matched.items():
             stored = {own: _prefix(name) + stored for own, stored in matched.stored_names.items()}
@@ -136,24 +136,24 @@ class LoadPlan:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Pass the values that were read to their objects."""
+        """Assign the values that were read to their objects."""
         for finish in self._finish:
             finish()
 
     def set_random_numbers(self) -> None:
-        """Set the random generators, last, because earlier steps may draw from them."""
+        """Set the random states; done last, because earlier steps may draw random numbers."""
         if self._random_numbers and self._names_under(f"rng.{self._rank}."):
             run_state.set_encoded_random_state(self._random_numbers)
         elif self._random_numbers:
             run_state.seed_from_state(self._random_numbers, self._rank)
 
     def _names_under(self, prefix: str) -> list[str]:
-        """Tensors and values whose names begin so, in the checkpoint's order."""
+        """Return names of tensors and values with this prefix, in the checkpoint's order."""
         stored = (self.contents.tensors, self.contents.values)
         return [name for names in stored for name in names if name.startswith(prefix)]
 
     def _refuse_differing(self, prefix: str, advice: str) -> bool:
-        """Whether state under a name differed between the ranks that saved it, of which there are not as many now."""
+        """Report and return whether state under `prefix` differed between the saving ranks, if their number changed."""
         differing = sorted(name for name in self._differing if name.startswith(prefix))
         if differing:
             self._problems.append(
@@ -166,7 +166,7 @@ class LoadPlan:
         return self.contents.structure.get(name) or tuple(name.split("."))
 
     def _read_into(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Request this rank's part of a tensor."""
+        """Request this rank's shard of a tensor."""
         self._requests += [Request(name, memory, spec) for spec, memory in local_chunks(tensor)]
         return tensor
 
@@ -194,7 +194,7 @@ class LoadPlan:
                 self._plan_object(path, module.get_extra_state(), module.set_extra_state)
 
     def _expected(self, model: nn.Module, own: list[ModelTensor], stored: Collection[str]) -> list[ModelTensor]:
-        """The tensors that a checkpoint of a part of the model must have; the others must have values already."""
+        """Return the tensors that a partial checkpoint must contain; all others must have values already."""
         details = self.contents.details
         if details.get("trainable_only"):
             expected = [tensor for tensor in own if not tensor.is_frozen or tensor.name in stored]
@@ -211,7 +211,7 @@ class LoadPlan:
         return expected
 
     def refuse_differing_copies(self, *, whole: bool) -> None:
-        """Raise for a tied tensor that is stored twice with different values, in this rank's part or as a whole."""
+        """Raise if a tied tensor is stored twice with different values, in this rank's shard or as a whole."""
         for name, matched in self.matched.items():
             for tensor in model_tensors(self._run.models[name]) if matched.copies else ():
                 for other in matched.copies.get(tensor.name, ()):
@@ -220,7 +220,7 @@ class LoadPlan:
                         for each in (matched.stored_names[tensor.name], other)
                     )
                     specs = [ChunkSpec.whole(tensor.shape)] if whole else [s for s, _ in local_chunks(tensor.tensor)]
-                    # Without chunks: a rank that reads nothing.
+                    # No chunks: this rank reads nothing.
                     if copy.chunks and stored_differ(self.contents, first, copy, specs):
                         raise CheckpointError(
                             f"{first.name!r} and {copy.name!r} are stored with different values",
@@ -237,7 +237,7 @@ class LoadPlan:
             self.notes.append(f"rank {self._rank} had no random numbers in the checkpoint; they follow from rank 0's")
 
     def _plan_object(self, path: KeyPath, live: Any, put: Callable[[Any], object]) -> None:
-        """Plan to read what is stored under `path`, into `live` where a tensor there fits, and to `put` it back."""
+        """Plan to read the state under `path`, directly into tensors of `live` that match, and to pass it to `put`."""
         key, tensors, values = run_state.dotted(path), self.contents.tensors, self.contents.values
         layout = values.get(f"{key}.{run_state.LAYOUT}")
         names = [key] if key in tensors or key in values else []
@@ -249,7 +249,7 @@ class LoadPlan:
             return
         try:
             current = run_state.flatten(live, path)[0].tensors
-        except CheckpointError:  # what is there now could not be stored; that is no reason not to load
+        except CheckpointError:  # the current state cannot be stored, but can be replaced
             current = {}
         found: dict[str, Any] = {}
         for name in names:
@@ -269,7 +269,7 @@ class LoadPlan:
         self._finish.append(finish)
 
     def _plan_optimizer(self, optimizer: Optimizer, groups: list[run_state.NamedGroup], path: KeyPath) -> None:
-        """Plan to restore one optimizer, stepped or not; it is never stepped here."""
+        """Plan to restore one optimizer, which need not have state; it is never stepped here."""
         follow_names(optimizer)
         prefix, problems, strict = run_state.dotted(path), self._problems, self._strict
         states, stored_groups = self._stored_optimizer(path)
@@ -307,7 +307,7 @@ class LoadPlan:
     def _stored_optimizer(
         self, path: KeyPath
     ) -> tuple[dict[str, dict[KeyPath, str]], list[tuple[list[str], dict[KeyPath, str]]]]:
-        """The flat names of each parameter's states; and of each group its parameters, and its options' flat names."""
+        """Return flat names of each parameter's states, and each group's parameters and flat names of its options."""
         states: dict[str, dict[KeyPath, str]] = {}
         groups: dict[int, dict[KeyPath, str]] = {}
         for name in self._names_under(run_state.dotted(path) + "."):
@@ -330,7 +330,7 @@ class LoadPlan:
         stored: Mapping[KeyPath, tuple[run_state.Kind | None, str]],
         options: Mapping[str, Any],
     ) -> None:
-        """Plan to restore one parameter's state: by its keys the layout, where the checkpoint says it, and the name."""
+        """Plan to restore one parameter's state; `stored` has the layout (None: unknown) and the flat name by keys."""
         parts: dict[KeyPath, Any] = {}
         kinds: dict[KeyPath, run_state.Kind] = {}
         for keys, (known_kind, name) in stored.items():
@@ -346,7 +346,7 @@ class LoadPlan:
             parts[keys] = self._read_into(name, target)
 
         def finish() -> None:
-            if not parts:  # it had none when it was saved
+            if not parts:  # the saved state was empty
                 optimizer.state.pop(parameter, None)
                 return
             optimizer.state[parameter] = nest({
@@ -356,7 +356,7 @@ class LoadPlan:
         self._finish.append(finish)
 
     def _plan_options(self, group: run_state.NamedGroup, stored: Mapping[KeyPath, str]) -> dict[str, Any]:
-        """Plan to set a group's options; return what they will be."""
+        """Plan to restore a group's options; return the new options."""
         tensors, values = self.contents.tensors, self.contents.values
         parts = {keys: self._read_whole(name) if name in tensors else values[name] for keys, name in stored.items()}
         options = nest(parts) if parts else {}
@@ -365,7 +365,7 @@ class LoadPlan:
         def finish() -> None:
             for key, value in options.items():
                 current = group.options.get(key)
-                if isinstance(current, torch.Tensor):  # a learning rate that a captured graph reads
+                if isinstance(current, torch.Tensor):  # a learning rate that a captured graph reads: update it in place
                     current.copy_(torch.as_tensor(value, device="cpu"))
                 elif isinstance(value, torch.Tensor) and key in group.options and value.ndim == 0:
                     group.options[key] = value.item()
@@ -377,12 +377,12 @@ class LoadPlan:
 
 
 def _prefix(model: str) -> str:
-    """What stands before the names of a model's tensors."""
+    """Return the prefix of the names of a model's tensors."""
     return run_state.dotted(run_state.section_path("model", model)) + "."
 
 
 def _takes(tensor: torch.Tensor, stored: StoredTensor) -> bool:
-    """Whether a stored tensor can be read into this one."""
+    """Whether a stored tensor can be read directly into this tensor."""
     if tuple(tensor.shape) != stored.shape or tensor.is_meta:
         return False
     return isinstance(tensor, DTensor) or dtype_name(tensor.dtype) == stored.dtype
@@ -391,9 +391,9 @@ def _takes(tensor: torch.Tensor, stored: StoredTensor) -> bool:
 def _find_group(
     wanted: set[str], place: int, stored: list[tuple[list[str], dict[KeyPath, str]]]
 ) -> tuple[list[str], dict[KeyPath, str] | None]:
-    """The stored group with these parameters, or most of them; groups may have changed places."""
+    """Return the stored group with these parameters, or with most of them; groups may be in a different order."""
     same = [each for each in stored if set(each[0]) == wanted]
-    if same:  # several only when they are empty
+    if same:  # several only if they are empty
         return stored[place] if place < len(stored) and stored[place] in same else same[0]
     best = max(stored, key=lambda each: len(wanted.intersection(each[0])), default=None)
     return best if best is not None and wanted.intersection(best[0]) else ([], None)
@@ -414,7 +414,7 @@ def _live_state(
 
 
 def open_for(run: run_state.RunObjects, path: str | Path) -> Contents:
-    """A checkpoint of any format under our names; the run's model tells those that the files do not."""
+    """Open a checkpoint of any format under shardwise's names; the run's model supplies names missing in the files."""
     contents = open_checkpoint(path, model=next(iter(run.models.values())) if len(run.models) == 1 else None)
     require_names(contents, optimizers=bool(run.optimizers))
     return with_our_names(contents)
@@ -432,11 +432,11 @@ def load_run(
     progress: Progress | None = None,
     reader: RequestReader | None = None,
 ) -> LoadPlan:
-    """Read a checkpoint into a run's objects: plan and validate every read, allocate meta tensors, and read.
+    """Read a checkpoint into a run's objects: plan and check every read, allocate meta tensors, and read.
 
     With `weights_only` all ranks load the same weights into the same model, and nothing else; otherwise `ranks` is a
-    `Channel`. A CheckpointError is raised on every rank: before the first byte is written nothing was changed,
-    afterwards the models are marked unusable. Collective.
+    `Channel`. A CheckpointError is raised on every rank: if raised before the first byte is read into an object,
+    nothing was modified; if raised later, the models are marked unusable. Collective.
     """
     require_choice(verify, get_args(Verify), where="verify=...")
     reader, channel = reader or RequestReader(), ranks if isinstance(ranks, Channel) and not weights_only else None
@@ -458,10 +458,10 @@ def load_run(
 
     def allocate_models() -> None:
         nonlocal plan
-        if plan.allocate():  # optimizer states were planned where the parameters were: on meta, perhaps
+        if plan.allocate():  # optimizer states may have been planned for parameters on the meta device
             plan = make_plan()
 
-    plan = on_all(make_plan)  # a reader may communicate: nobody enters it alone
+    plan = on_all(make_plan)  # the reader may use collectives: all ranks must reach it
     if weights_only:
         _refuse_other_weights(plan, ranks)
     planned = on_all(plan.requests)
@@ -474,7 +474,7 @@ def load_run(
         on_all(allocate_models)
         on_all(lambda: reader.read(plan.contents, plan.requests(), verify=verify != "no", progress=progress))
         on_all(lambda: plan.finish())
-    except BaseException as error:  # on any rank: no rank may use the models
+    except BaseException as error:  # on any rank: the models are unusable on all ranks
         for model in models:
             run_state.mark_unusable(model, str(getattr(error, "where", "") or error))
         raise
@@ -482,14 +482,14 @@ def load_run(
         run_state.mark_usable(model)
     for model in models:
         if pending := {canonical_name(entry.fqn) for entry in take_inventory(model) if entry.pending}:
-            materialize(model)  # tables that the model computes itself, and with strict=False what was not stored
+            materialize(model)  # computed tables and, with strict=False, tensors that were not stored
             plan.rebuilt += sorted(pending)
     plan.set_random_numbers()
     return plan
 
 
 def _refuse_other_weights(plan: LoadPlan, ranks: Ranks) -> None:
-    """Raise unless all ranks load the same tensors: a stale copy on one machine is easily missed."""
+    """Raise unless all ranks load the same tensors; a machine may have an outdated copy of the files."""
     stored = [
         (name, plan.contents.tensors[_prefix("") + stored]) for name, stored in plan.matched[""].stored_names.items()
     ]

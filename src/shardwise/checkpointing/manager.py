@@ -42,22 +42,22 @@ def stored_metric(folder: Place) -> float | None:
 
 @dataclass(kw_only=True, slots=True)
 class Retention:
-    """Removes checkpoints of a run by its retention rules, never those of other runs.
+    """Removes checkpoints of a run by its retention rules; never removes checkpoints of other runs.
 
-    A run's checkpoints are those that it saved, and those that were there when it resumed from one of them.
+    A run's checkpoints are those that it saved, and those in the folder when it resumed from one of them.
     """
 
     keep_last: int | None = 3
     """Number of latest checkpoints to keep; None keeps all."""
     keep_every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Keep every checkpoint whose step is a multiple of this."""
     keep_best: int | None = None
     """Number of checkpoints with the best metric to keep."""
     best: Literal["min", "max"] = "min"
-    """Which metric is better."""
+    """Whether a smaller or a larger metric is better."""
     metric_of: Callable[[Place], float | None] = stored_metric
-    """Reads the metric of a checkpoint that this process has not saved."""
-    _metrics: dict[int, float | None] = field(default_factory=dict, init=False)  # None: it has none
+    """Returns the metric of a checkpoint that this process has not saved."""
+    _metrics: dict[int, float | None] = field(default_factory=dict, init=False)  # None: saved without a metric
     _own: set[int] = field(default_factory=set, init=False)
     _has_warned: bool = field(default=False, init=False)
 
@@ -74,18 +74,18 @@ class Retention:
             )
 
     def add(self, step: int, metric: float | None) -> None:
-        """Count a step as the run's own: it is being saved."""
+        """Record a step that this run saves."""
         self._own.add(step)
         self._metrics[step] = metric
 
     def adopt(self, steps: Iterable[int]) -> None:
-        """Count steps as the run's own: it has resumed from one of them."""
+        """Record steps that belong to this run because it resumed from one of them."""
         self._own.update(steps)
 
     def removable(
         self, steps: Collection[int], newest: int, metrics: Mapping[int, float | None] | None = None
     ) -> list[int]:
-        """The steps of committed checkpoints that may be removed, oldest first; never the one committed last."""
+        """Return the steps of committed checkpoints to remove, oldest first; never includes `newest`."""
         if self.keep_last is None or newest not in steps:
             return []
         kept = {newest}
@@ -114,7 +114,7 @@ class Retention:
         for step in own if self.keep_best is not None else ():
             if step not in self._metrics:
                 self._metrics[step] = None
-                with contextlib.suppress(CheckpointError):  # it may be damaged, or of another format
+                with contextlib.suppress(CheckpointError):  # the checkpoint may be damaged or have another format
                     self._metrics[step] = self.metric_of(present[step])
         for step in self.removable(own, newest, self._metrics):
             try:
@@ -124,8 +124,8 @@ class Retention:
 
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-"""Checkpointers whose saves in the background are finished when the program ends, by itself or by SIGTERM. A program
-that handles SIGTERM itself is left alone: however it ends, the saves are finished at its exit."""
+"""Checkpointers whose background saves are finished when the program exits or receives SIGTERM. If the program has
+its own SIGTERM handler, that handler is kept, and the saves are finished at exit."""
 _is_terminating = _is_flushed = False
 
 
@@ -136,11 +136,11 @@ def _swap_handler(old: Any, new: Any) -> None:
 
 
 def _finish_all() -> None:
-    """At the end of the program: finish the saves of all checkpointers."""
+    """Finish the saves of all checkpointers when the program exits."""
     for checkpointer in list(_open):
         try:
             checkpointer.close()
-        except Exception as error:  # the program ends anyway; nobody is left to catch it
+        except Exception as error:  # the program is exiting: no caller can catch it
             _log.error("the last save failed: %s", error)
     if _is_terminating:
         _terminate()
@@ -148,7 +148,7 @@ def _finish_all() -> None:
 
 def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
     global _is_terminating
-    # The interrupted thread may hold a lock that the save needs: it must continue while another one waits.
+    # The interrupted thread may hold a lock that the save needs, so it must continue while another thread waits.
     if _is_flushed:
         _terminate()
     elif not _is_terminating:
@@ -175,32 +175,32 @@ def _terminate() -> None:
 class Checkpointer:
     """Saves and loads a run's state in a folder, one subfolder per step.
 
-    A save fixes the state, copies it, and lets training continue; a process of its own writes it. Everything lies
-    under a partial name until all ranks have written and the disk has it; one rename commits it. Whatever
-    happens meanwhile, the last committed checkpoint stays what it was.
+    A save fixes the state, copies it, and lets training continue; a background process writes the copy. Files are
+    written to a folder with a partial name. When all ranks have written and synced their files, one rename commits the
+    checkpoint. A failure at any point leaves the last committed checkpoint intact.
 
     Args:
-        folder: Where checkpoints lie: a local folder that all ranks see, or a URL that fsspec serves.
-        keep_last: Number of latest checkpoints to keep; None keeps all. Those that this run has neither saved nor
+        folder: Folder of the checkpoints: a local folder that all ranks share, or a URL that fsspec supports.
+        keep_last: Number of latest checkpoints to keep; None keeps all. Checkpoints that this run has neither saved nor
             resumed from are never removed.
-        keep_every: Keep those whose step is a multiple of this, too.
-        keep_best: Number of checkpoints with the best `metric` to keep, too.
+        keep_every: Also keep checkpoints whose step is a multiple of this.
+        keep_best: Also keep this number of checkpoints with the best `metric`.
         best: Whether a smaller or a larger metric is better.
-        asynchronous: Write in the background. False: `save` returns when the checkpoint is committed.
-        on_busy: What `save` does while an earlier save is still being written: wait for it, or skip this one.
-        fsync: Commit only what the disk has. False is faster, and a crash of the machine may cost the newest ones.
-        rng: Keep the random number generators of every rank too.
-        trainable_only: Leave frozen parameters out of what is saved: the base of adapters, a frozen tower. Give the
-            model its frozen weights (`load_weights`) before such a checkpoint is loaded into it.
-        progress: Receives the bytes that this rank reads and writes, and the rate; while a save is written in the
-            background, from another thread.
+        asynchronous: Write in the background. If False, `save` returns after the checkpoint is committed.
+        on_busy: Behavior of `save` while an earlier save is being written: wait for it, or skip the new one.
+        fsync: Sync files to disk before committing. False is faster; a machine crash may then lose checkpoints.
+        rng: Also save the random number generators of every rank.
+        trainable_only: Do not save frozen parameters (the base of adapters, a frozen tower). Load the frozen weights
+            (`load_weights`) before loading such a checkpoint.
+        progress: Receives the bytes that this rank reads and writes, and the rate; for background saves, from another
+            thread.
 
     Raises:
         ConfigError: An argument is invalid.
 
     Ranks:
-        Collective. Every method is, but `wait` and `close`, which wait for this rank's own work. One run at a
-        time may save into a folder.
+        Collective, as is every method except `wait` and `close`, which wait for this rank's own work. Only one run at
+        a time may save into a folder.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Checkpointer:
         require_choice(on_busy, ("wait", "skip"), where="Checkpointer(on_busy=...)")
         self.folder: Place = place(folder)
         self.extra: Any = None
-        """What was saved as `extra`, after `load`."""
+        """The `extra` of the loaded checkpoint; set by `load`."""
         self.notes: tuple[str, ...] = ()
         """Remarks of the last `load`, such as random states that the checkpoint lacks."""
         self._retention = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, best=best)
@@ -232,10 +232,10 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_ready = self._is_closed = False  # ready to save: see `_make_ready`
-        self._continues: int | None = None  # the step that was loaded last, of this folder
+        self._continues: int | None = None  # the step of the last checkpoint loaded from this folder
         _open.add(self)
         atexit.unregister(_finish_all)
-        atexit.register(_finish_all)  # before what was registered earlier, as by the process group
+        atexit.register(_finish_all)  # runs before the handlers registered earlier, such as the process group's
         _swap_handler(signal.SIG_DFL, _on_sigterm)
 
     def save(
@@ -250,21 +250,21 @@ class Checkpointer:
     ) -> bool:
         """Save the run as it is now.
 
-        What is written to tensors after this call is not in the checkpoint, however it is written.
+        Writes to tensors after this call do not affect the checkpoint.
 
         Args:
             step: Training step; names the checkpoint.
-            model: The model, or several by name.
-            optimizers: One, several, or several by name.
-            extra: Plain values to keep with it; `load` puts them in `self.extra`.
-            metric: For `keep_best`.
+            model: The model, or several models by name.
+            optimizers: One optimizer, several, or several by name.
+            extra: Plain values to save as well; `load` assigns them to `self.extra`.
+            metric: Value for `keep_best`.
             **objects: Anything with `state_dict` and `load_state_dict`: schedulers, scalers, averages, data loaders.
 
         Returns:
-            Whether it is being saved: False when an earlier save is still being written and `on_busy` is "skip".
+            False if `on_busy` is "skip" and an earlier save is still being written; otherwise True.
 
         Raises:
-            CheckpointError: This save cannot be made; or the last one failed in the background.
+            CheckpointError: The state cannot be saved, or the previous background save failed.
 
         Ranks:
             Collective.
@@ -294,7 +294,7 @@ class Checkpointer:
             try:
                 thread.start()
                 self._thread = thread
-            except RuntimeError:  # no more threads: the other ranks count on us, so it is done here and now
+            except RuntimeError:  # no more threads: the other ranks wait for this one, so write synchronously
                 self._finish(pending)
         else:
             self._finish(pending)
@@ -310,8 +310,8 @@ class Checkpointer:
     ) -> None:
         """Allocate the staging memory of background saves and start the writer process before the first save.
 
-        The first save would else wait for it: pinning gigabytes for a GPU takes seconds. Optimizers have their
-        state after the first step.
+        Otherwise the first save waits for this: pinning gigabytes of memory for a GPU takes seconds. Call it after the
+        first optimizer step, when the optimizer state exists.
 
         Args:
             model: As in `save`.
@@ -341,25 +341,25 @@ class Checkpointer:
     ) -> int:
         """Load a saved state into the run's objects, on any number of ranks and any mesh.
 
-        Each rank reads its own part. What was saved and is not asked for stays unread.
+        Each rank reads only its own shards. Saved objects that are not passed are not read.
 
         Args:
-            model: The model, or several by name: as they were saved; on meta or not.
-            optimizers: As they were saved. They need not have been stepped.
-            step: Which checkpoint; default: the latest. After an older one, the next `save` renames the later ones to
-                `<name>.abandoned`.
-            path: A checkpoint elsewhere instead, of any format: torch's Distributed Checkpoint, FSDP1's, one file.
-            strict: Everything stored of an object must find its place and every place its value. Otherwise what
-                fits is loaded.
-            verify: `while`: checksums are compared as bytes arrive; should they turn out corrupt, the models refuse
-                to run until they are loaded again. `before`: read twice, and touch nothing before.
-            **objects: As they were saved.
+            model: The model, or several by name, as saved; on the meta device or with values.
+            optimizers: As saved. They need no state yet.
+            step: Step of the checkpoint; default: the latest. After loading an older one, the next `save` renames later
+                checkpoints to `<name>.abandoned`.
+            path: Load this checkpoint instead, of any format: torch's Distributed Checkpoint, FSDP1's, a single file.
+            strict: Require that the stored state of each object and the object itself match exactly. Otherwise matching
+                values are loaded.
+            verify: `while`: verify checksums as bytes are read; if one is wrong, the models refuse to run until
+                they are loaded again. `before`: read everything twice, and verify it before any object is modified.
+            **objects: As saved.
 
         Returns:
-            The step of the checkpoint; 0 where `path` does not say.
+            The step of the checkpoint; 0 if `path` does not record one.
 
         Raises:
-            CheckpointError: There is none, it does not fit, or it is damaged; the same on every rank.
+            CheckpointError: The checkpoint does not exist, does not match or is damaged; the same on every rank.
 
         Ranks:
             Collective.
@@ -387,10 +387,10 @@ class Checkpointer:
         return contents.step or 0
 
     def latest(self) -> int | None:
-        """The highest step of a committed checkpoint, or None.
+        """Return the highest step of a committed checkpoint, or None.
 
         Ranks:
-            Collective: rank 0 looks, so that all see the same.
+            Collective: rank 0 lists the folder, so that all ranks get the same result.
         """
         self._check_usable()
         is_first = self._channel.rank == 0
@@ -409,10 +409,10 @@ class Checkpointer:
         """Wait for all pending saves.
 
         Raises:
-            CheckpointError: The save in the background failed. Raised once, on every rank.
+            CheckpointError: The background save failed. Raised once, on every rank.
 
         Ranks:
-            Local, though the save that it waits for needs all ranks.
+            Local, although the pending save needs all ranks.
         """
         if self._thread is not None:
             self._thread.join()
@@ -425,10 +425,10 @@ class Checkpointer:
         """Wait for pending saves; release the writer process, the staging memory and the process group.
 
         Raises:
-            CheckpointError: As `wait` does; everything is released first.
+            CheckpointError: As in `wait`; raised after everything is released.
 
         Ranks:
-            Local, as `wait`.
+            Local, as in `wait`.
         """
         if self._is_closed:
             return
@@ -472,10 +472,10 @@ class Checkpointer:
             self._error = error
 
     def _retire(self, newest: int, records: Sequence[sharded.FileRecord]) -> None:
-        """Remove checkpoints by the retention rules, on rank 0, unless a file of the latest one changed."""
+        """Remove checkpoints by the retention rules, on rank 0; first check that the latest one has its file sizes."""
         folder = self.path(newest)
         short = [record.file for record in records if size_problem(join(folder, record.file), record.num_bytes)]
-        if short:  # an older checkpoint may be all there is
+        if short:  # older checkpoints may be the only usable ones
             raise CheckpointError(
                 f"{', '.join(short)} changed after it was written",
                 where=str(folder),
@@ -485,7 +485,7 @@ class Checkpointer:
         self._retention.retire({step: self.path(step) for step in sharded.committed_steps(self.folder)}, newest)
 
     def _make_ready(self) -> None:
-        """Remove the remains of interrupted saves; abandon the steps after the loaded one. On rank 0."""
+        """Remove the remains of interrupted saves, and rename checkpoints after the loaded step; called on rank 0."""
         sharded.sweep(self.folder)
         moved = [] if self._continues is None else sharded.rewind(self.folder, self._continues)
         if moved:
@@ -496,7 +496,7 @@ class Checkpointer:
             )
 
     def _check_usable(self) -> None:
-        """Raise if it is closed, or if ranks are missing in this call. Collective."""
+        """Raise if the Checkpointer is closed, or if other ranks do not make this call. Collective."""
         if self._is_closed:
             raise CheckpointError("the Checkpointer is closed", where=str(self.folder), fix="make a new one")
         if self._channel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,4 +1,4 @@
-"""Names of tensors: the model's without wrapper prefixes, a checkpoint's sections, and their mapping."""
+"""Names of tensors: names in the model without wrapper prefixes, sections of a checkpoint, and their mapping."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from shardwise.sharding.inventory import canonical_name, class_name
 from shardwise.sharding.registry import names_elsewhere
 
 PARALLEL_PREFIX = "module."
-"""What DistributedDataParallel puts in front of all names. Further inside, a module may really be called so."""
+"""Prefix that DistributedDataParallel adds to all names. Elsewhere in a name, a submodule may be called `module`."""
 MODEL_SECTIONS = ("model.", "state_dict.", "model_state_dict.", "module.")
-"""Where the weights are in a file that holds more than weights, as in `{"model": ..., "optimizer": ...}`."""
+"""Prefixes of the weights in a file with more than weights, as in `{"model": ..., "optimizer": ...}`."""
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "params")
 _STEP_NAMES = ("step", "global_step", "iteration", "iter")
 
 
 def find_sections(contents: Contents) -> tuple[KeyPath | None, tuple[KeyPath, ...]]:
-    """The path to the one model's tensors (None: no model, or several) and those to the optimizers' states.
+    """Return the path to the model's tensors (None: no model, or several), and the paths to the optimizers' states.
 
-    They are found by their shape, and by the usual names where that leaves a choice.
+    They are identified by their structure, and by common names if several candidates remain.
     """
     paths = {name: contents.path_of(name) for name in (*contents.tensors, *contents.values)}
     optimizers = tuple(
@@ -57,7 +57,7 @@ def find_sections(contents: Contents) -> tuple[KeyPath | None, tuple[KeyPath, ..
 def with_our_names(contents: Contents) -> Contents:
     """Return the contents under `model.` and `optim.`, without wrapper prefixes.
 
-    Loose values (`epoch`) go under `extra.`; a checkpoint that already has our names keeps them.
+    Other values (`epoch`) are moved to `extra.`; contents that already have these names are returned unchanged.
     """
     if contents.format == "sharded" or contents.details.get("has_our_names"):
         return contents
@@ -94,9 +94,9 @@ def with_our_names(contents: Contents) -> Contents:
 
 
 def _nested_optimizers(contents: Contents) -> Contents:
-    """Give flattened optimizer state (`state.<name>.exp_avg`, `param_groups.<name>.lr`) the layout of a nested one.
+    """Convert flattened optimizer state (`state.<name>.exp_avg`, `param_groups.<name>.lr`) to the nested layout.
 
-    Parameters with the same options become a group; of a tensor among the options each has its own.
+    Parameters with the same options become one group; options that are tensors are never shared.
     """
     paths = {name: contents.path_of(name) for name in (*contents.tensors, *contents.values)}
     leaves = {name: str(path[-1]).split(".", 1) for name, path in paths.items()}
@@ -128,7 +128,7 @@ def _nested_optimizers(contents: Contents) -> Contents:
 
 
 def only_model(contents: Contents) -> Contents:
-    """Just the model's tensors, under bare names, of contents with our names that hold one model."""
+    """Return only the model's tensors, without `model.`; the contents must hold one model under shardwise's names."""
     paths = {name: contents.path_of(name) for name in contents.tensors if contents.path_of(name)[0] == "model"}
     paths = {name: path for name, path in paths.items() if len(path) == 2 or not _is_extra_state(path)}
     if not paths or any(len(path) != 2 for path in paths.values()):
@@ -164,7 +164,7 @@ def _our_path(
 
 
 def _is_extra_state(path: KeyPath) -> bool:
-    """Whether it is, or is in, what a module's `get_extra_state` returned."""
+    """Whether the path is that of a module's extra state (`get_extra_state`), or inside it."""
     return any("_extra_state" in str(key).split(".") for key in path)
 
 
@@ -178,36 +178,36 @@ class ModelTensor:
     """One tensor of a model's state dict."""
 
     name: str
-    """Canonical: without what torch.compile, activation checkpointing or DistributedDataParallel put into it."""
+    """Canonical name, without prefixes of torch.compile, activation checkpointing or DistributedDataParallel."""
     aliases: tuple[str, ...]
-    """Its other canonical names, if it is tied."""
+    """Other canonical names of a tied tensor."""
     tensor: torch.Tensor
-    """As registered: a DTensor if sharded."""
+    """The registered tensor: a DTensor if sharded."""
     is_parameter: bool
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it is a parameter that is not trained."""
+        """Whether it is a parameter that does not require gradients."""
         return self.is_parameter and not self.tensor.requires_grad
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All its names, the first one first."""
+        """All names, `name` first."""
         return (self.name, *self.aliases)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> str:
-        """As `contents.ITEM_BYTES` names it."""
+        """Name of the dtype, as in `contents.ITEM_BYTES`."""
         return dtype_name(self.tensor.dtype)
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
-    """Every parameter and persistent buffer of the model once, in the order of its state dict; reshards it first."""
+    """Return each parameter and persistent buffer once, in the order of the state dict; reshards the model first."""
     reshard(model)
     found: dict[object, tuple[torch.Tensor, bool, list[str]]] = {}
     for name, tensor in named_state(model):
@@ -220,7 +220,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 
 def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Canonical name and tensor of everything that the model's state dict holds, tied tensors under each name."""
+    """Return canonical names and tensors of the model's state dict; tied tensors are listed under each name."""
     return [(canonical_name(name), tensor) for name, tensor in _registered(_unwrapped(model))]
 
 
@@ -232,9 +232,9 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def refuse_unregistered(model: nn.Module, *, trainable_only: bool = False) -> None:
-    """Raise a CheckpointError if modules write state that is not registered into their state dict.
+    """Raise a CheckpointError if modules add entries to the state dict that are not registered.
 
-    With `trainable_only`, modules whose parameters are frozen are left out.
+    With `trainable_only`, modules with only frozen parameters are ignored.
     """
     problems = []
     for path, module in _unwrapped(model).named_modules():
@@ -252,7 +252,7 @@ def refuse_unregistered(model: nn.Module, *, trainable_only: bool = False) -> No
 
 
 def _unregistered(module: nn.Module) -> list[str]:
-    """Entries that `_save_to_state_dict` or state-dict hooks of a module add; renamed tensors are none."""
+    """Return the entries added by a module's `_save_to_state_dict` or state-dict hooks, except renamed tensors."""
     saves = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
     if not saves and not module._state_dict_hooks:
         return []
@@ -273,7 +273,7 @@ def _unregistered(module: nn.Module) -> list[str]:
 
 
 def non_persistent_names(model: nn.Module) -> set[str]:
-    """Canonical names of the buffers that no state dict holds: the model computes them itself."""
+    """Return canonical names of the buffers that no state dict contains, because the model computes them."""
     return {
         canonical_name(f"{path}.{name}" if path else name)
         for path, module in _unwrapped(model).named_modules(remove_duplicate=False)
@@ -282,7 +282,7 @@ def non_persistent_names(model: nn.Module) -> set[str]:
 
 
 def local_chunks(tensor: torch.Tensor) -> list[tuple[ChunkSpec, torch.Tensor]]:
-    """This rank's chunks of a tensor, each with its memory; see `inventory.local_chunks`."""
+    """Return this rank's chunks of a tensor with their memory; see `inventory.local_chunks`."""
     memory = inventory.local_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return [(ChunkSpec.whole(tuple(tensor.shape)), memory)] if tensor.numel() else []
@@ -296,7 +296,7 @@ def local_chunks(tensor: torch.Tensor) -> list[tuple[ChunkSpec, torch.Tensor]]:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Equal for two names of one tensor: the same object, or the same view of the same memory."""
+    """Return a key that is equal for two names of one tensor: the same object, or the same view of the same memory."""
     has_storage = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.numel() and tensor.device.type != "meta"
     if not has_storage:
         return id(tensor)
@@ -304,13 +304,13 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module, under DistributedDataParallel too."""
+    """Return the user's module, which may be wrapped in DistributedDataParallel."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 Rename = Mapping["str | re.Pattern[str]", "str | None"] | Callable[[str], "str | None"]
-"""Stored name to model name, None to leave it out: a function; or a mapping from a whole name, a leading part of one
-(up to a dot), or a compiled pattern (then `re.sub`)."""
+"""Maps stored names to model names, or to None to omit a tensor: a function, or a mapping whose keys are whole names,
+prefixes (up to a dot) or compiled patterns (applied with `re.sub`)."""
 
 _MAX_LISTED = 20
 _KINDS = (("int", "uint"), ("float", "bfloat"), ("complex",))
@@ -318,11 +318,11 @@ _KINDS = (("int", "uint"), ("float", "bfloat"), ("complex",))
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that is there, in another shape, or in a dtype that does not convert (integers to fractions)."""
+    """A stored tensor whose shape differs, or whose dtype cannot be cast to the model's (integer to floating point)."""
 
     name: str
     stored: str
-    """As in `float32 [4, 8]`."""
+    """Dtype and shape, as in `float32 [4, 8]`."""
     expected: str
 
     def __str__(self) -> str:
@@ -331,35 +331,35 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyReport:
-    """Which tensors of a model got their values, and what did not fit. Names are the model's, without wrappers."""
+    """Which tensors of a model were loaded, and mismatches. Names are the model's, without wrapper prefixes."""
 
     loaded: tuple[str, ...] = ()
-    """Got their values from the checkpoint."""
+    """Loaded from the checkpoint."""
     missing: tuple[str, ...] = ()
-    """In the model, not in the checkpoint: kept as they were, or initialised where they had no values."""
+    """In the model, but not in the checkpoint: unchanged, or initialized if they were on the meta device."""
     unexpected: tuple[str, ...] = ()
-    """In the checkpoint, not in the model."""
+    """In the checkpoint, but not in the model."""
     mismatched: tuple[Mismatch, ...] = ()
-    """In both, in different shapes."""
+    """In both, with different shapes or incompatible dtypes."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Further names of a loaded tensor, each with the name under which it was loaded."""
+    """Other names of a loaded tensor, each with the name under which it was loaded."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Loaded tensors whose stored name is another, with that name."""
+    """Loaded tensors with a different stored name, with that name."""
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Loaded tensors whose stored dtype is another: stored dtype, the model's."""
+    """Loaded tensors with a different stored dtype: stored dtype, dtype in the model."""
     ignored: tuple[str, ...] = ()
-    """In the checkpoint and left there: tables that the model computes itself, what modules keep for themselves
-    (`_extra_state`), names that `rename` left out."""
+    """In the checkpoint, but deliberately not loaded: tables that the model computes, extra state of modules
+    (`_extra_state`), names that `rename` maps to None."""
     rebuilt: tuple[str, ...] = ()
-    """Not part of any checkpoint (non-persistent buffers), or missing; they were on meta and were initialised."""
+    """On the meta device and initialized, because missing or not part of any checkpoint (non-persistent buffers)."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether every tensor of the model was loaded and every stored one was used or is known to be of no use."""
+        """Whether every tensor of the model was loaded, and every stored tensor was loaded or deliberately ignored."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        rebuilt = set(self.rebuilt) - {*self.missing, *(each.name for each in self.mismatched)}  # counted there
+        rebuilt = set(self.rebuilt) - {*self.missing, *(each.name for each in self.mismatched)}  # already counted
         counts = [(len(self.loaded), "loaded"), (len(self.tied), "tied"), (len(rebuilt), "rebuilt")]
         counts += [(len(self.missing), "missing"), (len(self.unexpected), "unexpected")]
         counts += [(len(self.mismatched), "of another shape"), (len(self.ignored), "ignored")]
@@ -370,7 +370,7 @@ class KeyReport:
 def describe_problems(
     missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[Mismatch], *, limit: int = _MAX_LISTED
 ) -> list[str]:
-    """A line for each name that does not fit, with the likely counterpart of those that are missing."""
+    """Return one line per mismatched name; a missing name gets its most similar unexpected name as a suggestion."""
     lines = []
     for index, name in enumerate(missing):
         near = suggest(name, unexpected) if index < limit else ""
@@ -380,15 +380,15 @@ def describe_problems(
 
 
 def suggest(name: str, candidates: Iterable[str]) -> str:
-    """The candidate that `name` is most likely called by someone else; empty if none is near."""
+    """Return the candidate most similar to `name`; empty if none is similar."""
     last = name.rpartition(".")[2]
-    others = [candidate for candidate in candidates if candidate != name]  # the same, when `rename` made it another
+    others = [candidate for candidate in candidates if candidate != name]  # equal if `rename` changed it
     alike = [candidate for candidate in others if candidate.rpartition(".")[2] == last]
     return nearest(name, alike or others)
 
 
 def rename_with(rename: Rename) -> Callable[[str], str | None]:
-    """A function from stored names to model names; see `Rename`."""
+    """Return a function from stored names to model names; see `Rename`."""
     if callable(rename):
         return rename
     rules = rename
@@ -411,9 +411,9 @@ def rename_with(rename: Rename) -> Callable[[str], str | None]:
 def match_names(
     names: Iterable[str], stored: Collection[str], *, prefixes: Sequence[str] = ("", PARALLEL_PREFIX)
 ) -> tuple[dict[str, str], list[str], str]:
-    """Stored names by the model's; stored names that belong to none; and the prefix of the stored names.
+    """Return stored names by model name, unused stored names, and the prefix of the stored names.
 
-    Of `prefixes`, which may stand before all stored names or all the model's, the one under which most match is taken.
+    Any of `prefixes` may precede all stored names or all model names; the prefix with the most matches is used.
     """
     wanted = dict.fromkeys(names)
     canonical: dict[str, str] = {}
@@ -435,23 +435,23 @@ def match_names(
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A model and a checkpoint, name by name."""
+    """Result of matching a model with a checkpoint by name."""
 
     stored_names: Mapping[str, str]
-    """`ModelTensor.name` to the name in the checkpoint, for what will be loaded."""
+    """Stored names of the tensors to load, by `ModelTensor.name`."""
     copies: Mapping[str, tuple[str, ...]]
-    """Tied tensors that are stored several times: the further stored names, by `ModelTensor.name`."""
+    """Other stored names of tied tensors that are stored several times, by `ModelTensor.name`."""
     report: KeyReport
     tolerated: frozenset[str]
-    """Missing names that the model itself says may be missing."""
+    """Missing names that the model declares optional."""
 
     def refuse(self, contents: Contents, strict: bool) -> None:
-        """Raise a CheckpointError that lists what does not fit, unless it fits well enough."""
+        """Raise a CheckpointError that lists mismatches, unless `strict` is False and the mismatches are allowed."""
         report = self.report
         missing = [name for name in report.missing if name not in self.tolerated] if strict else []
         unexpected = report.unexpected if strict else ()
         if not report.loaded and (report.missing or report.unexpected):
-            missing, unexpected = list(report.missing), report.unexpected  # nothing fits: surely the wrong file
+            missing, unexpected = list(report.missing), report.unexpected  # no name matches: probably the wrong file
         counts = [(len(missing), "missing"), (len(unexpected), "unexpected"), (len(report.mismatched), "mis-shaped")]
         what = ", ".join(f"{count} {kind}" for count, kind in counts if count)
         if not what:
@@ -469,7 +469,7 @@ class Matched:
 
 
 def rename_contents(contents: Contents, rename: Rename) -> Contents:
-    """The contents under the names that `rename` gives; `details["renamed_away"]` lists those that it maps to None."""
+    """Rename the stored tensors with `rename`; `details["renamed_away"]` lists names that it maps to None."""
     apply = rename_with(rename)
     tensors: dict[str, StoredTensor] = {}
     renamed_away = []
@@ -490,11 +490,11 @@ def rename_contents(contents: Contents, rename: Rename) -> Contents:
 
 
 def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] | None = None) -> Matched:
-    """Compare names, shapes and dtypes of a model and a checkpoint; nothing is read or written."""
+    """Compare names, shapes and dtypes of a model and a checkpoint, without reading or writing tensors."""
     tensors = model_tensors(model) if tensors is None else tensors
     names = [name for tensor in tensors for name in tensor.names]
     sections = (*MODEL_SECTIONS, contents.details.get("section", "")) if contents.format != "safetensors" else ()
-    base = getattr(model, "base_model_prefix", None)  # how transformers' models name their inner one
+    base = getattr(model, "base_model_prefix", None)  # transformers' attribute name of the inner model
     parallel = [section + PARALLEL_PREFIX for section in sections]
     prefixes = ("", PARALLEL_PREFIX, *sections, *parallel, *([f"{base}."] if isinstance(base, str) and base else []))
     stored = contents.tensors
@@ -505,7 +505,7 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected")
 
     def is_ignored(name: str) -> bool:
-        if _is_extra_state((name,)):  # what a module keeps for itself: no tensor of the model
+        if _is_extra_state((name,)):  # not a tensor of the model
             return True
         return canonical_name(name) in computed or any(pattern.search(name) for pattern in ignorable)
 
@@ -541,12 +541,12 @@ def match(model: nn.Module, contents: Contents, tensors: Sequence[ModelTensor] |
     )
     tolerated = {name for name in missing if any(pattern.search(name) for pattern in tolerable)}
     if missing and stored_names.keys().isdisjoint(adapters := adapter_keys(model)):
-        tolerated.update(adapters)  # the weights of the model that they were added to
+        tolerated.update(adapters)  # adapter parameters are missing from weights of the base model
     return Matched(stored_names, copies, report, frozenset(tolerated))
 
 
 def _converts(stored: str, expected: str) -> bool:
-    """Fractions to fractions and integers to integers: anything else means another thing (quantised weights)."""
+    """Whether a dtype can be cast: only within floating-point or within integer dtypes (not quantized weights)."""
     return stored == expected or any(stored.startswith(kind) and expected.startswith(kind) for kind in _KINDS)
 
 
@@ -555,6 +555,6 @@ def _describe(tensor: ModelTensor | StoredTensor) -> str:
 
 
 def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
-    """What transformers' classes say about keys that may be too many or too few."""
+    """Return the patterns of a transformers class for keys that may be unexpected or missing."""
     listed = getattr(model, attribute, None)
     return [re.compile(text) for text in listed] if isinstance(listed, (list, tuple, set)) else []

@@ -1,4 +1,4 @@
-"""Read requested chunks of tensors from files into memory, on several threads, with their checksums verified."""
+"""Read requested chunks of tensors from files into memory, with several threads, and verify their checksums."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ from shardwise.progress import Progress
 from shardwise.sharding.inventory import broadcast_from_first
 
 CHUNK_BYTES = 8 << 20
-"""The most that is read at once; the bounded buffers have this size."""
-_MIN_RUN_BYTES = 64 << 10  # shorter runs are read together with what lies between them
-_MAX_THREADS = 8  # a thread copies 5 to 10 GB/s from the page cache; more than a disk gives, less than memory does
+"""Maximum size of one read, and size of the buffers."""
+_MIN_RUN_BYTES = 64 << 10  # smaller runs are read together with the bytes between them
+_MAX_THREADS = 8  # one thread copies 5 to 10 GB/s from the page cache: faster than a disk, slower than memory
 _BROADCAST_BYTES = 32 << 20
 T = TypeVar("T")
 Verify = Literal["while", "before", "no"]
-"""Checksums are verified as the bytes arrive, in a pass of its own before the first is written, or not at all."""
+"""`while`: verify checksums as bytes are read. `before`: verify all before the first write. `no`: do not verify."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Read a chunk of the tensor `name` into `target`."""
+    """A request to read a chunk of the tensor `name` into `target`."""
 
     name: str
     target: torch.Tensor
-    """This rank's own memory for that chunk: its shape is the chunk's sizes; any device, dtype and strides."""
+    """This rank's memory for the chunk, with the chunk's shape and any device, dtype and strides."""
     spec: ChunkSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One read of at most `CHUNK_BYTES` of consecutive bytes of a stored chunk."""
+    """One read of at most `CHUNK_BYTES` contiguous bytes of a stored chunk."""
 
     tensor: StoredTensor
     chunk: StoredChunk
     start: int
-    """The first byte, counted from the chunk's own first."""
+    """Offset of the first byte in the stored chunk."""
     num_bytes: int
     request: Request
     memory: memoryview | None = None
-    """What the bytes are read into, where they lie in the target as they lie in the file."""
+    """Memory to read directly into, if the bytes are contiguous in the target as well."""
     stored: ChunkSpec | None = None
-    """Else the chunk of the tensor that is read into a buffer, of which what the request wants is copied on."""
+    """Otherwise, the chunk to read into a buffer, from which the requested part is copied to the target."""
 
 
 def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[Range]:
-    """How to serve a request."""
+    """Yield the reads that serve a request."""
     item_bytes = ITEM_BYTES[tensor.dtype]
     target = request.target.detach()
     in_place = target.device.type == "cpu" and target.dtype == getattr(torch, tensor.dtype)
-    in_place = in_place and not hasattr(target, "fsdp_pre_all_gather")  # a subclass packs what it is given
+    in_place = in_place and not hasattr(target, "fsdp_pre_all_gather")  # a subclass packs what is copied into it
     for chunk in tensor.chunks:
         wanted = chunk.spec.overlap(request.spec)
         if wanted is None:
             continue
-        # Along this dimension, and within one row of those before it, wanted elements lie one after another.
+        # Along this dimension, and within one row of the dimensions before it, the wanted elements are contiguous.
         along = max((dim for dim, size in enumerate(wanted.sizes) if size != chunk.spec.sizes[dim]), default=0)
         is_one_run = math.prod(wanted.sizes[:along]) == 1
         run_bytes = math.prod(wanted.sizes[along:]) * item_bytes
-        is_free = chunk.data is None and not (verify and chunk.checksums)  # to read just what is wanted
+        is_free = chunk.data is None and not (verify and chunk.checksums)  # may read only the wanted bytes
         if not is_one_run and not (is_free and run_bytes >= _MIN_RUN_BYTES):
             yield from _buffered(tensor, chunk, request, wanted)
             continue
@@ -87,7 +87,7 @@ def ranges_of(tensor: StoredTensor, request: Request, verify: bool) -> Iterator[
 
 
 def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]) -> list[Request]:
-    """Read requests for this rank's chunks of each of a model's tensors that has a stored name."""
+    """Return read requests for this rank's chunks of each model tensor that has a stored name."""
     return [
         Request(stored_names[tensor.name], memory, spec)
         for tensor in tensors
@@ -97,7 +97,7 @@ def requests_for(tensors: Iterable[ModelTensor], stored_names: Mapping[str, str]
 
 
 def write_part(target: torch.Tensor, spec: ChunkSpec, part: ChunkSpec, source: torch.Tensor) -> None:
-    """Copy `source`, which holds `part`, to where it belongs in a target that holds `spec`."""
+    """Copy `source`, the values of `part`, to its position in a target that holds `spec`."""
     place = part_of(target, spec, part)
     if hasattr(target, "fsdp_pre_all_gather") and type(place) is not type(target):
         raise CheckpointError(
@@ -110,7 +110,7 @@ def write_part(target: torch.Tensor, spec: ChunkSpec, part: ChunkSpec, source: t
 
 
 def part_of(tensor: torch.Tensor, spec: ChunkSpec, part: ChunkSpec) -> torch.Tensor:
-    """The view of `part` in a tensor that holds `spec`; the tensor itself when that is all of it."""
+    """Return the view of `part` in a tensor that holds `spec`; the tensor itself if `part` is all of it."""
     for dim, (start, size) in enumerate(zip(part.starts, part.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start - spec.starts[dim], size)
@@ -122,7 +122,7 @@ def _direct(
 ) -> Iterator[Range]:
     begin, stop = start, start + len(place)
     while begin < stop:
-        end = min((begin // CHUNK_BYTES + 1) * CHUNK_BYTES, stop)  # cut between blocks, not within
+        end = min((begin // CHUNK_BYTES + 1) * CHUNK_BYTES, stop)  # split at block boundaries
         yield Range(tensor, chunk, begin, end - begin, request, memory=place[begin - start : end - start])
         begin = end
 
@@ -135,7 +135,7 @@ def _buffered(tensor: StoredTensor, chunk: StoredChunk, request: Request, wanted
 
 
 def _first(outer: ChunkSpec, inner: ChunkSpec) -> int:
-    """The index in a chunk of the first element of a smaller one in it."""
+    """Return the row-major index in `outer` of the first element of `inner`."""
     index = 0
     for start, origin, size in zip(inner.starts, outer.starts, outer.sizes, strict=True):
         index = index * size + start - origin
@@ -143,14 +143,14 @@ def _first(outer: ChunkSpec, inner: ChunkSpec) -> int:
 
 
 class RangeReader(threading.local):
-    """Reads ranges; each thread has buffers of its own, which are made when first needed and used over and over."""
+    """Reads ranges; each thread has its own buffers, allocated on first use and reused."""
 
     def __init__(self, contents: Contents, *, verify: bool) -> None:
         self._contents, self._verify = contents, verify
         self._buffers: dict[bool, torch.Tensor] = {}
 
     def read(self, item: Range) -> int:
-        """Read the bytes to where they belong, and count them."""
+        """Read a range into its target; return the number of bytes."""
         if item.memory is not None:
             return self._read(item, item.memory)
         target, spec = item.request.target.detach(), item.request.spec
@@ -161,12 +161,12 @@ class RangeReader(threading.local):
         assert wanted is not None
         stored = buffer.view(getattr(torch, item.tensor.dtype)).view(item.stored.sizes)
         if not part_of(stored, item.stored, wanted).is_contiguous() or stored.dtype != target.dtype:
-            stored = stored.to(target.device)  # which casts and strides far faster than the CPU
+            stored = stored.to(target.device)  # the GPU casts and copies with strides much faster than the CPU
         write_part(target, spec, wanted, part_of(stored, item.stored, wanted))
         return item.num_bytes
 
     def check(self, item: Range) -> int:
-        """Read the bytes for the sake of their checksums alone."""
+        """Read a range only to verify its checksums; return the number of bytes."""
         return self._read(item, storage.bytes_of(self._buffer(pinned=False))[: item.num_bytes])
 
     def _buffer(self, *, pinned: bool) -> torch.Tensor:
@@ -175,7 +175,7 @@ class RangeReader(threading.local):
         return self._buffers[pinned]
 
     def _read(self, item: Range, buffer: memoryview) -> int:
-        """Fill `buffer` with the bytes of the range; a file that is missing, short or damaged raises."""
+        """Fill `buffer` with the bytes of the range; raise if the file is missing, short or damaged."""
         chunk, start, count = item.chunk, item.start, len(buffer)
         if chunk.data is not None:
             buffer[:] = chunk.data[start : start + count]
@@ -188,7 +188,7 @@ class RangeReader(threading.local):
         block, stop = self._contents.block_bytes, start + count
         begin = start // block * block
         end = min(-(-stop // block) * block, chunk.spec.numel * ITEM_BYTES[item.tensor.dtype])
-        # What the range shares its first and last block with: read so that the block can be verified, then dropped.
+        # The rest of the first and last block: read to verify the block, then discarded.
         before, after = memoryview(bytearray(start - begin)), memoryview(bytearray(end - stop))
         with storage.FileReader(file) as reader:
             reader.read_into(chunk.offset + begin, [before, buffer, after])
@@ -215,9 +215,9 @@ def read_ranges(
     write: bool = True,
     count: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Read all ranges in order, on several threads where that pays; without `write`, only compare checksums."""
+    """Read all ranges in order, with several threads if large; without `write`, only verify checksums."""
     reader = RangeReader(contents, verify=verify)
-    # What the caller's stream has still to do to the targets must not come after our copies on another.
+    # Pending writes to the targets on the caller's stream must complete before copies on other streams.
     for device in {item.request.target.device for item in ranges if write}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -228,7 +228,7 @@ def read_ranges(
 
 
 def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]:
-    """What is wrong: tensors that are not there, elements that are not stored once, files that are short."""
+    """Return problems: tensors not in the checkpoint, elements not stored exactly once, files of the wrong size."""
     problems: list[str] = []
     needed: dict[str, int] = {}
     for request in requests:
@@ -249,7 +249,7 @@ def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]
 
 
 def _problem(tensor: StoredTensor, request: Request) -> str:
-    """Why a request cannot be served; empty when it can."""
+    """Return why a request cannot be served; empty if it can."""
     if not request.spec.lies_in(tensor.shape):
         return f"has shape {list(tensor.shape)}, and {request.spec} lies outside"
     if tuple(request.target.shape) != request.spec.sizes:
@@ -266,13 +266,13 @@ def read_requests(
     progress: Progress | None = None,
     num_threads: int | None = None,
 ) -> None:
-    """Fill the targets of requests that `check_requests` has proven, comparing checksums as the bytes arrive.
+    """Fill the targets of requests that passed `check_requests`, and verify checksums as bytes are read.
 
-    Without `write`, only compare the checksums of all that would be read: targets may be on meta.
+    Without `write`, only verify the checksums of these bytes: targets may be on the meta device.
     """
     ranges = [item for request in requests for item in ranges_of(contents.tensors[request.name], request, verify)]
     ranges = [item for item in ranges if write or item.chunk.checksums]
-    ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # the order on the disk
+    ranges.sort(key=lambda item: (item.chunk.file, item.chunk.offset + item.start))  # in the order of the files
     with storage.counting(progress, _num_bytes(ranges), "loading" if write else "verifying") as count:
         num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
         read_ranges(contents, ranges, num_threads, verify=verify, write=write, count=count)
@@ -281,7 +281,7 @@ def read_requests(
 def read_chunk(
     contents: Contents, tensor: StoredTensor, spec: ChunkSpec | None = None, *, verify: bool = True
 ) -> torch.Tensor:
-    """A stored tensor, or a part of it, as a new CPU tensor; one that is not stored, or damaged, raises."""
+    """Read a stored tensor, or a part of it, into a new CPU tensor; raise if it is not stored or is damaged."""
     spec = spec or ChunkSpec.whole(tensor.shape)
     target = torch.empty(spec.sizes, dtype=getattr(torch, tensor.dtype), device="cpu")
     request = Request(tensor.name, target, spec)
@@ -293,7 +293,7 @@ def read_chunk(
 
 
 def stored_differ(contents: Contents, first: StoredTensor, copy: StoredTensor, specs: Iterable[ChunkSpec]) -> bool:
-    """Whether two stored tensors differ within the chunks; read only where places and checksums do not tell."""
+    """Whether two stored tensors differ within the chunks; reads them only if locations and checksums differ."""
     if (copy.shape, copy.dtype) != (first.shape, first.dtype):
         return True
     known = [
@@ -312,7 +312,7 @@ def _num_bytes(ranges: list[Range]) -> int:
 
 
 def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *, broadcast: bool) -> Contents:
-    """Open a checkpoint on every rank; or on the first, and tell the others all but where tensors lie. Collective."""
+    """Open a checkpoint on every rank, or on the first, which broadcasts all but the chunks' locations. Collective."""
     opened: list[Contents] = []
 
     def work() -> Contents:
@@ -325,23 +325,23 @@ def open_on_ranks(open_here: Callable[[], Contents], mesh: DeviceMesh | None, *,
 
 
 class RequestReader:
-    """Checks, verifies and serves the requests of all ranks: each reads its own, or the first broadcasts."""
+    """Checks, verifies and serves the requests of all ranks: each rank reads, or the first reads and broadcasts."""
 
     def __init__(self, broadcast: bool = False, mesh: DeviceMesh | None = None) -> None:
         self.broadcasts, self._mesh = broadcast, mesh
 
     def check(self, contents: Contents, requests: Sequence[Request]) -> list[str]:
-        """See `check_requests`; where the first rank reads, of all that any rank asks for."""
+        """See `check_requests`; if the first rank reads, it checks the requests of all ranks."""
         return self._run(check_requests, contents, requests)
 
     def verify(self, contents: Contents, requests: Sequence[Request], progress: Progress | None = None) -> None:
-        """Compare the checksums of what is read; where the first rank reads, of all that any rank asks for."""
+        """Verify the checksums of the requests; if the first rank reads, it verifies the requests of all ranks."""
         self._run(partial(read_requests, write=False, progress=progress), contents, requests)
 
     def read(
         self, contents: Contents, requests: Sequence[Request], *, verify: bool = True, progress: Progress | None = None
     ) -> None:
-        """See `read_requests`; where the first rank reads, it sends some rows of a tensor at a time."""
+        """See `read_requests`; if the first rank reads, it broadcasts a tensor in parts of complete rows."""
         if not self.broadcasts:
             read_requests(contents, requests, verify=verify, progress=progress)
             return
@@ -388,6 +388,6 @@ class RequestReader:
         return on_rank_zero(lambda: work(contents, whole), group=self._mesh)
 
     def _names(self, requests: Sequence[Request]) -> list[str]:
-        """What any rank asks for, in one order on all: a rank may hold no part of a tensor."""
+        """Return the names that any rank requests, in one order on all ranks; a rank may hold no part of a tensor."""
         own = list(dict.fromkeys(request.name for request in requests))
         return list(dict.fromkeys(name for names in gather_over_mesh(self._mesh, own) for name in names))

@@ -35,12 +35,12 @@ from shardwise.sharding.registry import sharded_state
 
 
 def name_of_rank(rank: int, name: str) -> str:
-    """Return the name of a rank's value that differs from rank 0's."""
+    """Return the name under which a rank's value is stored if it differs from rank 0's."""
     return f"{PER_RANK}.{rank}.{name}"
 
 
 def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
-    """For each rank, which of the chunks in its table it writes: indices into the table, ascending."""
+    """For each rank, the chunks of its table that it writes: indices into the table, ascending."""
     holders: dict[tuple[str, ChunkSpec], list[tuple[int, int]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, table in enumerate(tables):
@@ -57,7 +57,7 @@ def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
             holders.setdefault((held.name, held.spec), []).append((rank, index))
     chosen: list[list[int]] = [[] for _ in tables]
     loads = [0] * len(tables)
-    # What only one rank has comes first; then the large ones, to whoever has least so far.
+    # First chunks that only one rank holds; then the others, largest first, each to the rank with the least bytes.
     sized = [(tables[where[0][0]][where[0][1]].num_bytes, where) for where in holders.values()]
     for num_bytes, where in sorted(sized, key=lambda item: (len(item[1]) > 1, -item[0])):
         rank, index = min(where, key=lambda place: loads[place[0]])
@@ -67,18 +67,18 @@ def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
 
 
 def dedup_tensors(tables: Sequence[Mapping[str, StoredTensor]]) -> list[dict[str, str]]:
-    """For each rank, which of the plain tensors in its table it writes, and under which name."""
+    """For each rank, the plain tensors of its table that it writes, with their names in the checkpoint."""
     written: list[dict[str, str]] = [{} for _ in tables]
     loads = [0] * len(tables)
     first = dict(tables[0])
-    for table in tables:  # a later stage of a pipeline has parts of a model that rank 0 has not
+    for table in tables:  # a later pipeline stage holds tensors of the model that rank 0 lacks
         first = {name: held for name, held in table.items() if name.startswith(("model.", "optim."))} | first
     for rank, table in enumerate(tables):
         for name, held in table.items():
             if first.get(name) != held:
                 written[rank][name] = name_of_rank(rank, name)
                 loads[rank] += held.num_bytes
-    # Sorted by name too: ranks that hold the same may hold it in different orders.
+    # Sorted by name as well, because ranks may list the same tensors in different orders.
     for name, held in sorted(first.items(), key=lambda item: (-item[1].num_bytes, item[0])):
         rank = min((rank for rank, table in enumerate(tables) if table.get(name) == held), key=lambda each: loads[each])
         written[rank][name] = name
@@ -87,7 +87,7 @@ def dedup_tensors(tables: Sequence[Mapping[str, StoredTensor]]) -> list[dict[str
 
 
 def merge_values(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All ranks' encoded values: rank 0's under their names, what differs from them under names of the rank."""
+    """Merge all ranks' encoded values: rank 0's by name, and other ranks' different values under per-rank names."""
     merged = dict(tables[0])
     for rank, table in enumerate(tables):
         for name, value in table.items():
@@ -103,10 +103,10 @@ def digest(held: Mapping[str, Any]) -> int:
 
 
 def ranks_without_state(tables: Sequence[Sequence[LocalChunk]]) -> dict[str, set[int]]:
-    """By name of an optimizer state, the ranks that hold a part of its parameter and should hold one of it.
+    """For each optimizer state, the ranks that should hold a part of it but do not.
 
-    They should where the parts of all ranks do not make up the whole; and where another rank has the same part of
-    the parameter, a replica of theirs, and does hold one.
+    A rank that holds a part of the parameter should hold the same part of the state if the existing parts do not cover
+    the whole state, or if another rank with the same part of the parameter (a replica) holds a part of the state.
     """
     held: dict[str, dict[int, set[ChunkSpec]]] = {}
     numels: dict[str, int] = {}
@@ -133,9 +133,9 @@ def ranks_without_state(tables: Sequence[Sequence[LocalChunk]]) -> dict[str, set
 
 _RNG = "rng."
 Collect = Callable[[], tuple[RunObjects, FlatState]]
-"""Returns a run and the state that this rank holds of it, without communication."""
+"""Returns the run's objects and this rank's state, without communication."""
 Retire = Callable[[Sequence[sharded.FileRecord]], None]
-"""Called on rank 0 after a commit, with what was written: removes old checkpoints."""
+"""Called on rank 0 after a commit with the records of the written files; removes old checkpoints."""
 
 
 def describe_run(run: RunObjects) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def describe_run(run: RunObjects) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _encoded(plan: Plan) -> dict[str, Any]:
-    # Training waits for it at every save, and a plan has a line for each parameter.
+    # Cached: training waits for this at every save, and a plan has an entry for each parameter.
     return json.loads(plan.to_json())
 
 
@@ -165,7 +165,7 @@ def _path(name: str, paths: Mapping[str, KeyPath]) -> KeyPath:
     if name.startswith(f"{PER_RANK}."):
         _, rank, rest = name.split(".", 2)
         return (PER_RANK, rank, *paths.get(rest, (rest,)))
-    return tuple(name.split("."))  # other ranks' random numbers
+    return tuple(name.split("."))  # random states of other ranks
 
 
 def _row_major(memory: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ def _row_major(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _staged_tensors(name: str, tensor: torch.Tensor) -> list[StagedTensor]:
-    """This rank's chunks of a tensor."""
+    """Return this rank's chunks of a tensor."""
     local = plain_values(local_tensor(tensor))
     shape, dtype = tuple(tensor.shape), dtype_name(local.dtype)
     plain_types = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -186,7 +186,7 @@ def _staged_tensors(name: str, tensor: torch.Tensor) -> list[StagedTensor]:
         )
     if isinstance(tensor, DTensor) and tensor.numel():
         kind, chunks = "sharded", [(spec, plain_values(memory)) for spec, memory in local_chunks(tensor)]
-    elif isinstance(tensor, DTensor):  # no rank has a part of it, yet it must be in the checkpoint
+    elif isinstance(tensor, DTensor):  # empty on every rank, but the checkpoint must contain it
         kind, chunks = "sharded", [(ChunkSpec.whole(shape), torch.empty(shape, dtype=local.dtype, device="cpu"))]
     else:
         kind, chunks = "own" if name.startswith(_RNG) else "plain", [(ChunkSpec.whole(shape), local)]
@@ -195,23 +195,23 @@ def _staged_tensors(name: str, tensor: torch.Tensor) -> list[StagedTensor]:
 
 @dataclass(slots=True)
 class PendingSave:
-    """A save whose state is fixed: all ranks agree, and it is copied or being copied."""
+    """A save whose state is fixed: all ranks agree, and copies are complete or queued."""
 
     step: int
     folder: Place
     collected: FlatState
     items: list[LocalChunk] = field(default_factory=list)
-    """What this rank may have to write; the memory of each is a tensor, or a place in the arena."""
+    """Chunks that this rank may have to write; the memory of each is a tensor or an offset in the arena."""
     plain: frozenset[str] = frozenset()
-    """Those of them that every rank holds whole, and that may differ between ranks."""
+    """Names of items that every rank holds whole, and that may differ between ranks."""
     copy: AsyncCopy | None = None
-    """None: the tensors are written from where they are."""
+    """None: tensors are written without a copy."""
     error: Exception | None = None
-    """Error of this rank, which the others receive when they finish."""
+    """Error of this rank; the other ranks receive it in `finish`."""
 
 
 class Saver:
-    """What is kept from save to save on one rank; `front` is the training thread's channel, `back` the saving one's."""
+    """State kept between saves on one rank; `front` is the training thread's channel, `back` the saving thread's."""
 
     def __init__(self, front: Channel, back: Channel, *, fsync: bool) -> None:
         self._front, self._back, self._fsync = front, back, fsync
@@ -221,14 +221,14 @@ class Saver:
         self._chosen: list[int] = []
 
     def prepare(self, collect: Collect) -> None:
-        """Start the writer and allocate memory before the first background save."""
+        """Start the writer process and allocate memory before the first background save."""
         staged_tensors, _ = self._share(0, collect, self._ensure_writer)
         self._arena.place(staged_tensors)
         self._arena.touch()
 
-    @torch.no_grad()  # a switch that thousands of small calls would else flip one by one
+    @torch.no_grad()  # set once for thousands of small calls
     def start(self, folder: Place, step: int, collect: Collect, *, background: bool) -> PendingSave:
-        """Fix the state of `collect` and start copying it. Training waits only for this."""
+        """Fix the state from `collect` and start copying it. Training waits only for this method."""
 
         def begin() -> None:
             if background:
@@ -238,11 +238,11 @@ class Saver:
 
         staged_tensors, collected = self._share(step, collect, begin)
         pending = PendingSave(step, folder, collected)
-        try:  # from here on the others count on this rank to take part in `finish`
+        try:  # from here on the other ranks wait for this rank in `finish`
             if background or any(staged.memory.device.type != "cpu" for staged in staged_tensors):
                 self._arena.place(staged_tensors)
                 pending.copy = AsyncCopy(staged_tensors, self._arena)
-                collected.tensors.clear()  # what is written is the copy; the run's own tensors must be free to go
+                collected.tensors.clear()  # the copy is written; the run's tensors must not be kept alive
             pending.items = [
                 replace(staged.chunk, memory=staged.offset if pending.copy is not None else _row_major(staged.memory))
                 for staged in staged_tensors
@@ -253,7 +253,7 @@ class Saver:
         return pending
 
     def finish(self, pending: PendingSave, *, retire: Retire, progress: Progress | None = None) -> None:
-        """Write and commit, on the thread of `back`; on failure every rank raises and nothing is committed."""
+        """Write and commit, on the thread of `back`; if any rank fails, every rank raises and nothing is committed."""
         back, values = self._back, pending.collected.values
         records: list[sharded.FileRecord] = []
         failed: ShardwiseError | None = None
@@ -270,7 +270,7 @@ class Saver:
             plain, digests = run_and_gather(copy, back, CheckpointError)
             same_plain, same_values = (len(set(of_ranks)) == 1 for of_ranks in zip(*digests, strict=True))
             names = dedup_tensors([plain] * back.size if same_plain else back.all_gather(plain))[back.rank]
-            of_ranks = [values] if same_values else back.gather(values)  # nothing is sent where all hold the same
+            of_ranks = [values] if same_values else back.gather(values)  # nothing is sent if all hold the same values
             values = merge_values(of_ranks) if back.rank == 0 else {}
             records = back.gather(back.run_on_all(lambda: self._write(pending, names, values, progress)))
             back.run_on_all(lambda: self._commit(pending, records, values) if back.rank == 0 else None)
@@ -286,10 +286,10 @@ class Saver:
             if back.rank == 0:
                 retire(records)
 
-        back.run_on_all(conclude)  # nobody returns before rank 0 has cleared away what is not committed
+        back.run_on_all(conclude)  # no rank returns before rank 0 has removed uncommitted files
 
     def close(self) -> None:
-        """End the writer, free the memory and close the channels."""
+        """End the writer process, free the memory and close the channels."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
@@ -305,7 +305,7 @@ class Saver:
             self._writer = WriterProcess()
 
     def _share(self, step: int, collect: Collect, begin: Callable[[], None]) -> tuple[list[StagedTensor], FlatState]:
-        """Agree with the other ranks; return what this one may have to write, of what `collect` finds."""
+        """Agree with the other ranks; return the tensors this rank may have to write, and the collected state."""
 
         def work() -> tuple[tuple[RunObjects, FlatState, list[StagedTensor]], tuple[int, int]]:
             run, collected = collect()
@@ -313,7 +313,7 @@ class Saver:
                 staged for name, tensor in collected.tensors.items() for staged in _staged_tensors(name, tensor)
             ]
             begin()
-            # Another number when the chunks are not those of the last time; only this process understands it.
+            # Changes when the chunks differ from those of the last save; comparable only within this process.
             layout = hash(tuple(staged.chunk for staged in staged_tensors if staged.kind == "sharded"))
             return (run, collected, staged_tensors), (step, layout)
 
@@ -328,7 +328,7 @@ class Saver:
             )
         run.add_other_stages(collected)
         chunks = [staged for staged in staged_tensors if staged.kind == "sharded"]
-        if layouts != self._layouts:  # as a rule only the first time
+        if layouts != self._layouts:  # usually only in the first save
             tables = self._front.all_gather([staged.chunk for staged in chunks])
             refuse_missing(ranks_without_state(tables))
             self._chosen, self._layouts = dedup_chunks(tables)[self._front.rank], layouts
@@ -338,7 +338,7 @@ class Saver:
     def _plain_tensors(self, pending: PendingSave) -> dict[str, StoredTensor]:
         memory = self._arena.view()
 
-        def identified(chunk: LocalChunk) -> StoredTensor:  # where there is only one rank, by anything
+        def identified(chunk: LocalChunk) -> StoredTensor:  # with a single rank no checksums are needed
             checksums = (checksum(bytes_of_item(chunk, memory)),) if self._back.size > 1 else ()
             return StoredTensor(chunk.name, chunk.dtype, chunk.shape, (StoredChunk(chunk.spec, checksums=checksums),))
 
@@ -358,7 +358,7 @@ class Saver:
         return work(self._arena.view(), progress)
 
     def _commit(self, pending: PendingSave, records: Sequence[sharded.FileRecord], values: dict[str, Any]) -> None:
-        """Commit what all ranks have written; rank 0's state knows how names came about."""
+        """Commit the files of all ranks; names and paths come from rank 0's state."""
         collected, now = pending.collected, datetime.datetime.now(datetime.UTC)
         names = {tensor.name for record in records for tensor, _ in record.tensors}
         names.update(values, collected.paths, collected.aliases)

@@ -1,8 +1,8 @@
-"""A run's objects as one flat table of tensors and values; optimizer state goes by parameter names.
+"""The objects of a run as one flat table of tensors and values; optimizer state is stored by parameter names.
 
-torch's own functions take one step with zero gradients to find out what state an optimizer keeps, skip it (and
-return nothing) while any gradient exists, and hand out the live tensors. Here the state is what the optimizer holds
-now; when loading, what the checkpoint holds decides what is made.
+torch's functions for this run a step with zero gradients to find the optimizer's state, skip that step (and return
+nothing) if any gradient exists, and return the live tensors. Here the stored state is the optimizer's current state;
+loading creates the state that the checkpoint contains.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from shardwise.sharding.registry import names_elsewhere, sharded_state
 from shardwise.sharding.repointing import COUNTERS, refuse_foreign
 
 LAYOUT = "__layout__"
-"""Under `<object>.__layout__` stands how the names of an object fit together."""
+"""`<object>.__layout__` describes how the names of an object are nested."""
 PER_RANK = "per_rank"
-"""Under `per_rank.<rank>.<name>` stands what differs from rank 0's."""
+"""Prefix of values that differ from rank 0's: `per_rank.<rank>.<name>`."""
 
 
 @dataclass(slots=True)
 class FlatState:
-    """A nested state as flat names, on this rank, as it will be stored."""
+    """This rank's nested state under flat names, as it will be stored."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The live ones."""
+    """The live tensors."""
     values: dict[str, Any] = field(default_factory=dict)
     """Encoded snapshots of the values."""
     paths: dict[str, KeyPath] = field(default_factory=dict)
-    """Flat name to its path of keys."""
+    """Path of keys by flat name."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Further names of tied weights."""
+    """Name of the stored tensor by each further name of a tied weight."""
     details: dict[str, Any] = field(default_factory=dict)
     """Other metadata of the run for the manifest; JSON."""
 
     def add(self, path: KeyPath, value: Any) -> str:
-        """Add a tensor or an encoded value under a name that is not taken yet; return the name."""
+        """Add a tensor or an encoded value under a new name; return the name."""
         name = dotted(path)
         if name in self.paths:
             raise CheckpointError(
@@ -75,19 +75,19 @@ class FlatState:
         return name
 
     def add_object(self, state: object, path: KeyPath) -> None:
-        """Add an object's state, and its layout beside it."""
+        """Add an object's state and the layout of its names."""
         self.add((*path, LAYOUT), flatten(state, path, self)[1])
 
 
 def dotted(path: KeyPath) -> str:
-    """Return the flat name of these keys."""
+    """Return the flat name of a path of keys."""
     return ".".join(map(str, path))
 
 
 def flatten(nested: object, path: KeyPath, into: FlatState | None = None) -> tuple[FlatState, Any]:
-    """The parts of dictionaries, lists and tuples of tensors and plain values, and their layout for `unflatten`.
+    """Return the leaves of nested dictionaries, lists and tuples, and their layout for `unflatten`.
 
-    They are added to `into` where that is given.
+    The leaves are added to `into` if it is given.
     """
     flat = FlatState() if into is None else into
 
@@ -106,7 +106,7 @@ def flatten(nested: object, path: KeyPath, into: FlatState | None = None) -> tup
 
 
 def unflatten(layout: Any, found: Mapping[str, Any]) -> Any:
-    """Invert `flatten`, from its layout and the value of each flat name."""
+    """Invert `flatten`, given the layout and the value of each flat name."""
     match layout:
         case {"tensor": str(name)} | {"value": str(name)}:
             return found[name]
@@ -128,20 +128,20 @@ def _has_tensor(value: object) -> bool:
 
 
 def _is_taken_apart(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
-    """Whether its items get names of their own: as in DCP, but keys other than strings keep their types."""
+    """Whether the items get separate names: as in DCP, except that keys other than strings keep their types."""
     if isinstance(value, Mapping):
         return (bool(value) and all(type(key) is str for key in value)) or _has_tensor(value)
     return (isinstance(value, list) and any(isinstance(item, Mapping) for item in value)) or _has_tensor(value)
 
 
 def encoded_random_state() -> dict[str, torch.Tensor]:
-    """Copies of the states of all generators in use, as bytes."""
+    """Return copies of the states of all random number generators in use, as bytes."""
     states = random_state().items()
     return {name: state if isinstance(state, torch.Tensor) else _as_bytes(state) for name, state in states}
 
 
 def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Restore states of the generators that this process has."""
+    """Restore the random states of the generators that this process has."""
     for name, state in states.items():
         try:
             set_random_state({name: _from_bytes(state) if name in ("python", "numpy") else state})
@@ -155,7 +155,7 @@ def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def seed_from_state(states: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Seed the generators of a rank that no state was saved for: from another rank's, the same whenever it resumes."""
+    """Seed a rank without a saved random state from another rank's; the result is the same on every resume."""
     generator = torch.Generator()
     generator.set_state(states["torch"])
     drawn = int(torch.randint(2**62, (), device="cpu", generator=generator))
@@ -171,12 +171,12 @@ def _from_bytes(state: torch.Tensor) -> Any:
 
 
 KINDS = "__kinds__"
-"""Under `optim.__kinds__` stand the states that are not laid out like their parameter, and how they are."""
+"""`optim.__kinds__` lists the layouts of states that differ from their parameter's layout."""
 LIVE_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Of a parameter group: how to compute, not what. Those of the running optimizer are kept."""
+"""Options of a parameter group that affect only how the step is computed; loading keeps the optimizer's own."""
 
 Kind = str | list[str]
-"""`like` the parameter; `plain`: whole on every rank; `local`: a plain tensor of the local part's shape; else the
+"""`like`: as the parameter; `plain`: whole on every rank; `local`: a plain tensor of the local shard's shape; a list:
 placements of a DTensor, as in `["S(0)", "R"]`."""
 
 
@@ -191,10 +191,10 @@ class NamedGroup:
 
 
 def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> list[NamedGroup]:
-    """The optimizer's groups, with parameter names, in the order of `names` and not in the optimizer's.
+    """Return the optimizer's groups with parameter names, in the order of `names`.
 
-    Groups stand in the order of their first parameters, empty ones last. Ranks may list parameters in different orders
-    (groups built from Python sets), and so may a run after a restart; what is stored must not depend on it.
+    Groups are sorted by their first parameters, empty ones last. Ranks may list parameters in different orders (groups
+    built from Python sets), as may a restarted run; the stored order must not depend on this.
     """
     groups = [tuple(group["params"]) for group in optimizer.param_groups]
     parameters = [p for group in groups for p in group]
@@ -219,7 +219,7 @@ def named_groups(optimizer: Optimizer, names: Mapping[int, str], where: str) -> 
 
 
 def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[NamedGroup], path: KeyPath) -> None:
-    """Add everything the optimizer holds, the live tensors, under the names of torch's `get_optimizer_state_dict`."""
+    """Add the optimizer's state as live tensors, under the names of torch's `get_optimizer_state_dict`."""
     kinds: dict[str, Kind] = {}
     for index, group in enumerate(groups):
         options = {key: value for key, value in group.options.items() if key != "params"}
@@ -240,7 +240,7 @@ def collect_optimizer(found: FlatState, optimizer: Optimizer, groups: list[Named
 
 
 def _leaves(state: Mapping[str, Any], start: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Tensors and encoded values of one parameter's state; there are thousands, nearly all of tensors only."""
+    """Yield tensors and encoded values of one parameter's state; fast for the usual case of tensors only."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             yield (*start, str(key)), value
@@ -250,7 +250,7 @@ def _leaves(state: Mapping[str, Any], start: KeyPath) -> Iterator[tuple[KeyPath,
 
 
 def kind_of(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Kind:
-    """How a state tensor is laid out, compared with its parameter."""
+    """Return the layout of a state tensor relative to its parameter."""
     if isinstance(tensor, DTensor):
         if isinstance(parameter, DTensor) and _has_same_layout(tensor, parameter):
             return "like"
@@ -276,7 +276,7 @@ def make_state(
     parameter: torch.Tensor,
     options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Memory for a state tensor that is about to be read, as it was laid out; options decide where counters live."""
+    """Allocate a state tensor to load into, with the stored layout; the options decide the device of counters."""
     device = local_tensor(parameter).device
     if key in COUNTERS and not (options.get("capturable") or options.get("fused")):
         device = torch.device("cpu")
@@ -287,13 +287,13 @@ def make_state(
         return compat.dtensor_like(local, parameter)
     placements = [Shard(int(text[2:-1])) if text.startswith("S(") else Replicate() for text in kind]
     mesh = parameter.device_mesh
-    if len(placements) != mesh.ndim:  # another mesh than at the time: whole on every rank is always right
+    if len(placements) != mesh.ndim:  # the mesh has changed: replicating is always correct
         placements = [Replicate()] * mesh.ndim
     return empty_dtensor(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
 def parameter_names(models: Mapping[str, list[Any]]) -> dict[int, str]:
-    """From the `id` of each parameter to its name, which follows the model's where models have names."""
+    """Return parameter names by `id`, with the model's name as a prefix if the models are named."""
     return {
         id(entry.tensor): f"{model}.{entry.name}" if model else entry.name
         for model, entries in models.items()
@@ -304,36 +304,36 @@ def parameter_names(models: Mapping[str, list[Any]]) -> dict[int, str]:
 
 def _has_same_layout(tensor: DTensor, parameter: DTensor) -> bool:
     ours, theirs = tensor.device_mesh, parameter.device_mesh
-    same_mesh = ours is theirs or ours == theirs  # comparing meshes takes long
+    same_mesh = ours is theirs or ours == theirs  # comparing meshes is slow
     return same_mesh and tensor.placements == parameter.placements and tensor.shape == parameter.shape
 
 
-# In the module's own dict, so that the mark lives as long as the model.
+# In the module's `__dict__`, so that the mark has the model's lifetime.
 _ATTRIBUTE = "_shardwise_unusable"
 
 
 def mark_unusable(model: nn.Module, why: str) -> None:
-    """Make every forward in the model's tree raise until `mark_usable`; call it on every rank."""
+    """Make every forward of the model and its submodules raise until `mark_usable`; call it on every rank."""
     mark_usable(model)
 
     def refuse(*_unused: object) -> NoReturn:
         refuse_unusable(model)
-        raise AssertionError  # the hook goes with the mark
+        raise AssertionError  # `mark_usable` removes both the hook and the mark
 
-    # On every module: parts of a model are called on their own, and FSDP2's hooks must not run first.
+    # On every module: submodules may be called directly, and this hook must run before FSDP2's hooks.
     handles = tuple(module.register_forward_pre_hook(refuse, prepend=True) for module in model.modules())
     model.__dict__[_ATTRIBUTE] = (why, handles)
 
 
 def mark_usable(model: nn.Module) -> None:
-    """Remove the mark of `mark_unusable`."""
+    """Undo `mark_unusable`."""
     _, handles = model.__dict__.pop(_ATTRIBUTE, ("", ()))
     for handle in handles:
         handle.remove()
 
 
 def refuse_unusable(model: nn.Module) -> None:
-    """Raise a CheckpointError if the model is marked; called before it is run or saved."""
+    """Raise a CheckpointError if the model is marked; called before the model runs or is saved."""
     if _ATTRIBUTE in model.__dict__:
         raise CheckpointError(
             f"this {type(model).__name__} holds corrupt values",
@@ -349,19 +349,19 @@ EXTRA_STATE = "_extra_state"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with a state: schedulers, scalers, averages, data loaders. The same as DCP's."""
+    """An object with a state: schedulers, scalers, averages, data loaders. Same as DCP's protocol."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as nested dictionaries of tensors and plain values."""
+        """Return the state as nested dictionaries of tensors and plain values."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Load a state."""
+        """Restore the state."""
         ...
 
 
 class RunObjects:
-    """The objects of a run, by their names in a checkpoint; a ConfigError lists those that cannot be stored."""
+    """The objects of a run by their names in a checkpoint; raises a ConfigError if any cannot be stored."""
 
     def __init__(
         self,
@@ -378,11 +378,11 @@ class RunObjects:
         _check_names(self)
 
     def tensors(self) -> dict[str, list[ModelTensor]]:
-        """Each model's parameters and persistent buffers; gathered groups are sharded again first."""
+        """Return each model's parameters and persistent buffers; reshards unsharded groups first."""
         return {name: model_tensors(model) for name, model in self.models.items()}
 
     def groups(self, tensors: Mapping[str, list[ModelTensor]]) -> dict[str, list[NamedGroup]]:
-        """Each optimizer's groups, with the names of their parameters."""
+        """Return each optimizer's groups with parameter names."""
         names = parameter_names(tensors)
         return {
             key: named_groups(optimizer, names, f"optimizers[{key!r}]" if key else "optimizers")
@@ -390,9 +390,9 @@ class RunObjects:
         }
 
     def collect(self, *, extra: Mapping[str, Any] | None = None, rng_rank: int | None = None) -> FlatState:
-        """The state that this rank holds now: the live tensors, and copies of values.
+        """Return this rank's current state: live tensors, and copies of values.
 
-        `extra` adds plain values or tensors; `rng_rank` this process's random numbers, as those of that rank.
+        `extra` adds plain values or tensors; `rng_rank` adds this process's random states as those of that rank.
         """
         found = FlatState()
         tensors = self.tensors()
@@ -412,26 +412,26 @@ class RunObjects:
         return found
 
     def add_other_stages(self, found: FlatState) -> None:
-        """Describe in `found` what other pipeline stages hold as this rank does, so that all save one model.
+        """Add the other pipeline stages' metadata to `found`, so that all stages save one model.
 
-        Collective; call it when `collect` has succeeded on every rank.
+        Collective; call it after `collect` has succeeded on every rank.
         """
         for model in self.models.values():
             _add_other_stages(found, model)
 
     @property
     def elsewhere(self) -> frozenset[str]:
-        """Names of parameters and buffers that other pipeline stages hold."""
+        """Names of parameters and buffers of other pipeline stages."""
         return frozenset().union(*map(names_elsewhere, self.models.values()))
 
 
 def section_path(section: str, name: str) -> KeyPath:
-    """Where a model (`model`) or an optimizer (`optim`) stands in the checkpoint; a single one has no name."""
+    """Return the path of a model (`model`) or optimizer (`optim`) in the checkpoint; a single one has no name."""
     return (section, name) if name else (section,)
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that keep something of their own in the state dict (`get_extra_state`), by its name there."""
+    """Return modules with extra state (`get_extra_state`) by its key in the state dict."""
     plain = nn.Module.get_extra_state
     return {
         canonical_name(f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE): module
@@ -476,7 +476,7 @@ def _add_other_stages(found: FlatState, model: nn.Module) -> None:
         for name, value in values.items():
             if _GROUPS in paths[name]:
                 found.values.pop(name, None)
-            elif isinstance(value, dict):  # layouts of states, by name
+            elif isinstance(value, dict):  # layouts of states by name
                 found.values[name] = value | found.values.get(name, {})
             else:
                 found.values.setdefault(name, value)
@@ -492,7 +492,7 @@ _GROUPS = "param_groups"
 def _merge_groups(
     groups: dict[tuple[KeyPath, str, int], dict[KeyPath, Any]], values: Mapping[str, Any], paths: Mapping[str, KeyPath]
 ) -> None:
-    """Add the parameter groups of one stage: those with the same options are one group of the whole model."""
+    """Add the parameter groups of one stage; groups with the same options are merged into one."""
     found: dict[KeyPath, dict[KeyPath, Any]] = {}
     for name, value in values.items():
         if _GROUPS in (path := paths[name]):

@@ -1,4 +1,4 @@
-"""Files on local disks and objects in stores that fsspec serves; bytes in memory, their checksums, and progress."""
+"""Files on local disks and in object stores that fsspec supports; buffers, checksums and progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.units import format_bytes, format_seconds
 
 
 def bytes_of(memory: Any) -> memoryview:
-    """A writable view of a contiguous CPU tensor's bytes, which keeps it alive, or of any other buffer."""
+    """Return a writable view of the bytes of a contiguous CPU tensor, which it keeps alive, or of any other buffer."""
     if not hasattr(memory, "data_ptr"):
         return memoryview(memory).cast("B")
     if memory.device.type != "cpu" or not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
@@ -35,14 +35,14 @@ def bytes_of(memory: Any) -> memoryview:
 
 
 def trim_malloc() -> None:
-    """Let the allocator return freed memory to the system, for loops that allocate and free large buffers."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; others have no such habit
+    """Return freed memory to the operating system; for loops that allocate and free large buffers."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only: other allocators do not retain it
     if trim is not None:
         trim(0)
 
 
 BLOCK_BYTES = 1 << 20
-"""Bytes under one checksum: small enough that a shard's ragged ends cost little, large enough for a short manifest."""
+"""Bytes per checksum: few extra bytes are read at the ends of a shard, and the manifest stays short."""
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
@@ -59,12 +59,12 @@ def checksum_of_parts(parts: Iterable[bytes | bytearray | memoryview]) -> int:
 
 
 def to_hex(checksums: Iterable[int]) -> str:
-    """Sixteen hexadecimal digits for each checksum, one after another."""
+    """Return the checksums as text, 16 hexadecimal digits each, without separators."""
     return "".join(f"{each:016x}" for each in checksums)
 
 
 def from_hex(text: str) -> tuple[int, ...]:
-    """The checksums that `to_hex` wrote; any other text is a ValueError."""
+    """Parse the output of `to_hex`; raises ValueError for any other text."""
     if len(text) % 16 or not set(text) <= set("0123456789abcdef"):
         raise ValueError("checksums are 16 lower-case hexadecimal digits each")
     return tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16))
@@ -72,7 +72,7 @@ def from_hex(text: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def counting(progress: Progress | None, total: int, label: str) -> Iterator[Callable[[int], None]]:
-    """A function to call with every number of bytes that is done, one thread at a time; `total` 0: unknown."""
+    """Yield a function to call with each number of bytes done, from one thread at a time; `total` 0: unknown."""
     if progress is None:
         yield lambda num_bytes: None
         return
@@ -100,7 +100,7 @@ def counting(progress: Progress | None, total: int, label: str) -> Iterator[Call
 COPY_AGAIN = "load an older checkpoint, or copy this one again"
 
 Place: TypeAlias = Path | str
-"""A local path, or the URL of a store that fsspec serves."""
+"""A local path, or a URL of a store that fsspec supports."""
 _FIXES = {
     errno.ENOSPC: "free space on the disk, or keep fewer checkpoints",
     errno.EDQUOT: "free space in your quota, or keep fewer checkpoints",
@@ -132,12 +132,12 @@ def place(path: str | Path) -> Place:
 
 
 def join(folder: Place, name: str) -> Place:
-    """The place of `name` in `folder`."""
+    """Return the path or URL of `name` in `folder`."""
     return f"{folder}/{name}" if isinstance(folder, str) else folder / name
 
 
 def split(path: Place) -> tuple[Place, str]:
-    """The folder of a place and its name in it."""
+    """Return the folder of a path or URL, and the name in that folder."""
     if isinstance(path, Path):
         return path.parent, path.name
     folder, _, name = path.rpartition("/")
@@ -145,14 +145,14 @@ def split(path: Place) -> tuple[Place, str]:
 
 
 def is_same_place(one: Place, other: Place) -> bool:
-    """Whether two places are one, however their paths are written."""
+    """Whether two paths or URLs refer to the same place."""
     if isinstance(one, Path) and isinstance(other, Path):
         return one.resolve() == other.resolve()
     return one == other
 
 
 def check_name(name: str, *, where: str) -> str:
-    """The name of a file that `where` gives; refused unless it stays inside the folder it is relative to."""
+    """Return the file name that `where` contains; raise if it is not inside the folder it is relative to."""
     pure = PurePosixPath(name)
     strange = not pure.parts or "\\" in name or "\0" in name or ":" in name or str(pure) != name
     if strange or pure.is_absolute() or ".." in pure.parts or pure.parts[0].startswith("~"):
@@ -167,7 +167,7 @@ def check_name(name: str, *, where: str) -> str:
 
 @contextlib.contextmanager
 def os_errors(doing: str, path: Place) -> Iterator[None]:
-    """Turn OS errors into a `CheckpointError`; `doing` is as in "write the file"."""
+    """Convert OS errors to a `CheckpointError`; `doing` completes "cannot ...", as in "write the file"."""
     try:
         yield
     except OSError as error:
@@ -203,14 +203,14 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
             os.close(self._file)
 
     def read(self, offset: int, count: int) -> bytes:
-        """The `count` bytes from `offset` on."""
+        """Return `count` bytes, starting at `offset`."""
         data = bytearray(count)
         self.read_into(offset, [memoryview(data)])
         return bytes(data)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after another, with the bytes from `offset` on."""
-        waiting = [buffer for buffer in buffers if len(buffer)]  # an empty one may be read-only
+        """Fill the buffers in order with the bytes starting at `offset`."""
+        waiting = [buffer for buffer in buffers if len(buffer)]  # empty buffers may be read-only
         end = offset + sum(map(len, waiting))
         with os_errors("read the file", self._path):
             while waiting:
@@ -227,17 +227,17 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
 
 
 class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
-    """A new file, written from front to back; a file of that name must not exist yet."""
+    """A new file, written sequentially; it must not exist yet."""
 
     def __init__(self, path: Place) -> None:
         self._path = path
         self.num_bytes = 0
-        """Bytes that were appended so far."""
+        """Number of bytes appended so far."""
         with os_errors("create the file", path):
             if isinstance(path, str):
                 store, name = _store(path)
-                self._file: Any = store.open(name, "wb")  # there when it is closed, or not at all
-            else:  # O_EXCL: never through a link that somebody laid, never over a file that is there
+                self._file: Any = store.open(name, "wb")  # appears when it is closed, or not at all
+            else:  # O_EXCL: never follow an existing link, never overwrite an existing file
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -252,11 +252,11 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
                     on_error.pop_all()
 
     def _discard(self, url: str) -> None:
-        """Abandon the upload; in a store that shows files while they are written, remove the file."""
+        """Abort the upload; if the store shows files while they are written, remove the file."""
         store, name = _store(url)
         with contextlib.suppress(Exception):
             self._file.discard()
-        with contextlib.suppress(Exception):  # of a buffered file: closing or deleting it would upload it
+        with contextlib.suppress(Exception):  # a buffered file: closing or deleting it would upload it
             self._file.closed = True
         with contextlib.suppress(Exception):
             self._file.close()
@@ -275,13 +275,13 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
                 rest = rest[os.writev(self._file, [rest]) :]
 
     def append_blocks(self, parts: Iterable[memoryview], block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
-        """Write bytes that belong together; return the checksum of each block of them, the last may be shorter."""
+        """Append one sequence of bytes, given in parts; return the checksum of each block (the last may be shorter)."""
         checksums: list[int] = []
         state, room = xxhash.xxh3_64(), block_bytes
         for part in parts:
             while len(part):
                 data, part = part[:room], part[room:]
-                state.update(data)  # just before the kernel copies it, so that it is in the cache then
+                state.update(data)  # directly before the write, so that the data is in the CPU cache
                 self.append(data)
                 room -= len(data)
                 if not room:
@@ -322,7 +322,7 @@ def _fill(buffers: list[memoryview], data: bytes) -> int:
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[FileWriter]:
-    """Write a file under a partial name, which becomes `path` when the block ends; an error leaves nothing behind."""
+    """Write a file under a partial name, renamed to `path` when the block ends; after an error, remove the file."""
     partial = path.with_name(f".{path.name}.partial")
     make_folder(path.parent)
     with removed_on_error(partial):
@@ -336,7 +336,7 @@ def replace_file(path: Path) -> Iterator[FileWriter]:
 
 @contextlib.contextmanager
 def removed_on_error(partial: Path) -> Iterator[None]:
-    """Remove the path now, and again if the block raises."""
+    """Remove the path on entry, and again if the block raises."""
     remove_tree(partial)
     try:
         yield
@@ -355,19 +355,19 @@ def write_small(path: Place, data: bytes, *, fsync: bool = True) -> None:
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """Return the store of a URL, and the path in the store."""
+    """Return the file system of a URL, and the path in it."""
     import fsspec
 
     try:
         return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # the package of that scheme, or no such scheme
+    except (ImportError, ValueError) as error:  # the scheme's package is missing, or the scheme is unknown
         raise CheckpointError(
             "cannot open the store", where=url, why=str(error), fix="install the fsspec package for this kind of URL"
         ) from error
 
 
 def size_of(path: Place) -> int | None:
-    """Bytes of a file; None when there is no such file."""
+    """Return the size of a file in bytes; None if it does not exist."""
     with os_errors("look at the file", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if isinstance(path, Path):
             return path.stat().st_size if path.is_file() else None
@@ -378,7 +378,7 @@ def size_of(path: Place) -> int | None:
 
 
 def size_problem(path: Place, expected: int | None, least: int = 0) -> str:
-    """Why a file is not as large as it must be, as the rest of a sentence that begins with it; empty when it is."""
+    """Return why a file's size is wrong, as a predicate ("is missing"); empty if the size is right."""
     found = size_of(path)
     if found is None:
         return "is missing"
@@ -388,7 +388,7 @@ def size_problem(path: Place, expected: int | None, least: int = 0) -> str:
 
 
 def exists(path: Place) -> bool:
-    """Whether there is a file or folder, or a link of that name."""
+    """Whether a file, folder or link of that name exists."""
     with os_errors("look at the folder", path):
         if isinstance(path, Path):
             return os.path.lexists(path)
@@ -397,7 +397,7 @@ def exists(path: Place) -> bool:
 
 
 def read_small(path: Place, limit: int) -> bytes:
-    """All bytes of a file that has no reason to be large, such as an index; refused where it is larger than `limit`."""
+    """Return the content of a file that is normally small, such as an index; raise if it is larger than `limit`."""
     size = size_of(path)
     if size is None:
         raise CheckpointError("a file of the checkpoint is missing", where=str(path), fix="check the path")
@@ -410,12 +410,12 @@ def read_small(path: Place, limit: int) -> bytes:
 
 
 def names_in(folder: Place) -> list[str]:
-    """Names of the files and folders directly in `folder`, sorted; none when it is not there."""
+    """Return the names of files and folders directly in `folder`, sorted; empty if it does not exist."""
     with os_errors("list the folder", folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if isinstance(folder, Path):
             return sorted(os.listdir(folder))
         store, name = _store(folder)
-        store.invalidate_cache()  # listings are cached, and other ranks write meanwhile
+        store.invalidate_cache()  # listings are cached, and other ranks may have written files
         return sorted(PurePosixPath(each.rstrip("/")).name for each in store.ls(name, detail=False))
     return []
 
@@ -431,7 +431,7 @@ def make_folder(folder: Place) -> None:
 
 
 def sync_folder(folder: Place) -> None:
-    """Return once the disk knows which names are in the folder; object stores always do."""
+    """Flush the folder's entries to disk; no effect for object stores."""
     if isinstance(folder, str):
         return
     with os_errors("sync the folder", folder):
@@ -466,7 +466,7 @@ def remove_files(folder: str, names: Sequence[str]) -> None:
 
 
 def move(path: Place, target: Place) -> None:
-    """Rename a folder, or copy it in its store and remove it there; `target` must not exist."""
+    """Rename a folder; in object stores, copy and remove it. `target` must not exist."""
     with os_errors("rename the folder", path):
         if isinstance(path, Path):
             path.rename(target)

@@ -1,4 +1,4 @@
-"""load_weights(), save_weights(), load_full() and save_full(): weights or a whole run, gathered and streamed."""
+"""load_weights(), save_weights(), load_full() and save_full(): full weights or runs, gathered and streamed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from shardwise.units import parse_bytes
 
 
 def sidecar_files(model: Any, dtype: str | None = None) -> dict[str, bytes]:
-    """The files that transformers or diffusers needs to open weights of this model, cast to `dtype`, by name."""
+    """Return the files by name that transformers or diffusers needs to open this model's weights, cast to `dtype`."""
     config = getattr(model, "config", None)
     if config is None:
         return {}
@@ -91,28 +91,28 @@ def save_weights(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Write the full, unsharded weights: parameters and persistent buffers, under the names of the unsharded model.
+    """Write full, unsharded weights: parameters and persistent buffers, under the names of the unsharded model.
 
-    Tensors are gathered a bucket at a time and written as they come, so that no rank holds the model. A tied
-    tensor is written once (`torch`: under each of its names, sharing memory). The files appear when they are whole.
+    Tensors are all-gathered in buckets and written immediately, so no rank holds the full model. A tied tensor is
+    written once (`torch`: under each of its names, sharing memory). Files appear only when complete.
 
     Args:
-        model: Sharded by shardwise or by hand, or not at all.
+        model: Sharded (by shardwise or by hand) or unsharded model.
         path: For safetensors a file `x.safetensors`, or a folder that transformers and diffusers can open: weights,
-            index, and the model's config where it has one. For torch a file, as in `weights.pt`.
+            index, and the model's config if it has one. For torch a file such as `weights.pt`.
         format: `safetensors`; `torch` for a state dict that `torch.load(weights_only=True)` reads; `peft` for a folder
-            that peft opens, with the adapters and nothing else.
-        dtype: Cast floating-point tensors to it, as in `bfloat16`.
-        max_shard_bytes: Of tensors in one file of a folder, as in `"2GB"`; None: all in one.
-        overwrite: Replace weights that are there already; other files of a folder stay.
-        progress: Receives the bytes that are written.
+            that peft opens, with only the adapters.
+        dtype: Dtype to cast floating-point tensors to, such as `bfloat16`.
+        max_shard_bytes: Maximum bytes of tensors in one file of a folder, as in `"2GB"`; None: a single file.
+        overwrite: Replace existing weights; other files in a folder are kept.
+        progress: Receives the written bytes.
 
     Raises:
-        ConfigError: The format or dtype does not exist, or the path ends as files of the other format do.
-        CheckpointError: The weights cannot be written, or the model has no values, or corrupt ones.
+        ConfigError: The format or dtype is unknown, or the path has the suffix of another format.
+        CheckpointError: The weights cannot be written, or the model has no values or corrupt values.
 
     Ranks:
-        Collective over the ranks that hold the model; the first writes. Every rank raises.
+        Collective over the ranks that share the model; the first rank writes. Every rank raises.
     """
     mesh = mesh_of(model, take_inventory(model))
     tensors = run_on_all(lambda: _check(model, path, format), mesh, CheckpointError)
@@ -145,9 +145,9 @@ def stream_gathered(
     mesh: DeviceMesh | None,
     progress: Progress | None = None,
 ) -> None:
-    """Gather tensors bucket by bucket and write them on the first rank; collective over the mesh.
+    """All-gather tensors in buckets and write them on the first rank; collective over the mesh.
 
-    The writer says which tensors, cast to which dtype, in which order; other ranks than the first may have another.
+    The first rank's writer determines the tensors, their dtypes and their order.
     """
     on_rank_zero(writer.check, group=mesh)  # before anything is gathered
     named = [(info.name, tensors[info.name]) for info in writer.order]
@@ -165,7 +165,7 @@ def stream_gathered(
         except Exception as caught:
             error = caught
         try:
-            for _ in chunks:  # the others are still gathering: this rank takes part to the end
+            for _ in chunks:  # the other ranks are still gathering: this rank must take part until the end
                 pass
         except Exception as caught:
             error = error or caught
@@ -176,7 +176,7 @@ def _gathered(
     named: Sequence[tuple[StoredTensor, torch.Tensor]], keep: bool, count: Callable[[int], None]
 ) -> Iterator[tuple[StoredTensor, memoryview]]:
     passed = 0
-    # Runs of one dtype: the cast happens before the tensors travel.
+    # Groups of consecutive tensors of one dtype: the cast is done before the all-gather.
     for dtype, group in itertools.groupby(named, key=lambda pair: pair[0].dtype):
         infos, tensors = zip(*group, strict=True)
         pairs = ((info.name, tensor.detach()) for info, tensor in zip(infos, tensors, strict=True))
@@ -191,7 +191,7 @@ def _gathered(
 
 
 def refuse_suffix(path: str | Path, format: str, torch_format: str) -> None:
-    """Raise a ConfigError for a path that ends as files of another format do."""
+    """Raise a ConfigError if the path has the suffix of another format."""
     is_torch = str(path).endswith(TORCH_SUFFIXES)
     if format in ("safetensors", "dcp") and is_torch:
         fix = f"pass {torch_format}, or name a folder" + (" or a file that ends in .safetensors" * (format != "dcp"))
@@ -215,7 +215,7 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
     refuse_stage(model)
     tensors = model_tensors(model)
     if format == "peft":
-        peft_config(model)  # raises without adapters
+        peft_config(model)  # raises if there are no adapters
         tensors = [tensor for tensor in tensors if tensor.name in adapter_keys(model)]
     else:
         refuse_unregistered(model)
@@ -224,7 +224,7 @@ def _check(model: nn.Module, path: str | Path, format: str) -> list[ModelTensor]
 
 
 def refuse_stage(model: nn.Module) -> None:
-    """Raise for a stage of a pipeline: one file holds what the ranks of one stage gather."""
+    """Raise if the model is a pipeline stage: weights are gathered only over the ranks of one stage."""
     if others := names_elsewhere(model):
         raise CheckpointError(
             f"{type(model).__name__} is a stage of a pipeline",
@@ -235,7 +235,7 @@ def refuse_stage(model: nn.Module) -> None:
 
 
 def local_path(path: str | Path) -> Path:
-    """Return the path; raise for the URL of a store: single files are written on a local disk only."""
+    """Return the path; raise for a URL of an object store: single files are written only to a local disk."""
     if isinstance(found := place(path), Path):
         return found
     raise CheckpointError(
@@ -250,7 +250,7 @@ _SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half"
 
 
 def float_dtype(dtype: torch.dtype | str | None, where: str) -> str | None:
-    """The name of a floating-point dtype, None for None; anything else is a ConfigError."""
+    """Return the name of a floating-point dtype, or None for None; raise a ConfigError for any other dtype."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -285,38 +285,38 @@ def load_weights(
     broadcast: bool = False,
     progress: Progress | None = None,
 ) -> KeyReport:
-    """Load weights of any format into a model; each rank reads its own part and no more.
+    """Load weights of any format into a model; each rank reads only its own shards.
 
-    Names, shapes, and that every byte is there are proven before anything is written. Tied tensors are loaded
-    once, whichever of their names is stored. Prefixes that wrappers add (`module.`, `_orig_mod.` and the like)
-    do not matter. A model on the meta device is given memory; what is not in the file (tables that are
-    computed, missing tensors with `strict=False`) is then initialised as `materialize` does it.
+    Names, shapes and the files' completeness are checked before anything is modified. A tied tensor is loaded once,
+    under any of its names. Prefixes added by wrappers (`module.`, `_orig_mod.` and the like) are ignored. A model on
+    the meta device is allocated; tensors that are not in the file (computed tables, missing tensors with
+    `strict=False`) are then initialized as in `materialize`.
 
-    Adapters (`add_lora`, peft) may be missing from weights of the model that they were added to; they stay as they
-    are. Of a folder of peft's only the adapters are loaded.
+    Adapters (`add_lora`, peft) may be missing from weights of their base model; they are then unchanged. From a
+    peft folder only the adapters are loaded.
 
     Args:
-        model: Sharded by shardwise or by hand, or not at all; on meta or not.
-        path: A safetensors file, a Hugging Face folder, a `torch.save` file, a Distributed Checkpoint folder, a
-            checkpoint of FSDP1, a folder of peft's.
-        strict: Raise unless every tensor of the model is there and every stored one has its place. Otherwise
-            load what fits; shapes must still fit.
-        rename: Stored names to the model's: `{"old.prefix": "new.prefix"}`, a compiled pattern for `re.sub`,
-            or a function; None leaves a tensor out.
-        verify: `while`: compare checksums as the bytes arrive; should they turn out corrupt, the model is marked
-            and refuses to run until it is loaded again. `before`: read twice, and leave the model untouched.
-        broadcast: Only the first rank opens the files, and sends the others what they need; for files that
-            lie on one machine.
+        model: Sharded (by shardwise or by hand) or unsharded model, on the meta device or with values.
+        path: A safetensors file, a Hugging Face folder, a `torch.save` file, a Distributed Checkpoint folder, an FSDP1
+            checkpoint, or a peft folder.
+        strict: Raise unless the tensors of the model and the stored tensors match exactly. If False, load matching
+            tensors; shapes must still match.
+        rename: Maps stored names to the model's: `{"old.prefix": "new.prefix"}`, a compiled pattern for `re.sub`,
+            or a function; None as the new name omits a tensor.
+        verify: `while`: verify checksums as bytes are read; if one is wrong, the model refuses to run until it is
+            loaded again. `before`: read everything twice, and verify it before the model is modified.
+        broadcast: Only the first rank opens the files and broadcasts tensors to the others; for files that only one
+            machine has.
         progress: Receives the bytes that this rank reads.
 
     Returns:
-        Which names were loaded, missing, unexpected, tied, renamed and cast.
+        The names that were loaded, missing, unexpected, tied, renamed and cast.
 
     Raises:
-        CheckpointError: With all names that do not fit; or the file that is damaged.
+        CheckpointError: Names or shapes do not match (all are listed), or a file is damaged.
 
     Ranks:
-        Collective over the ranks that hold the model. Every rank raises.
+        Collective over the ranks that share the model. Every rank raises.
     """
     mesh = mesh_of(model, take_inventory(model))
     contents = open_on_ranks(lambda: _open(model, path, rename), mesh, broadcast=broadcast)
@@ -336,7 +336,7 @@ def load_weights(
 
 
 def _open(model: nn.Module, path: str | Path, rename: Rename | None) -> Contents:
-    """The checkpoint's weights under the names that the model has for its tensors, after `model.`."""
+    """Open the checkpoint's weights under the model's names, prefixed with `model.`."""
     contents = open_checkpoint(path, model=model)
     require_names(contents, optimizers=False)
     renamed = contents if rename is None else rename_contents(contents, rename)
@@ -369,23 +369,23 @@ def save_full(
 ) -> None:
     """Write `{"model": ..., "optim": ..., "extra": ..., ...}` with full tensors, for `torch.load(weights_only=True)`.
 
-    Optimizer state stands under parameter names, as `get_optimizer_state_dict` gives it. Of values that differ
-    between ranks (batch statistics) the first rank's are kept. Tied parameters stand under each of their names.
+    Optimizer state is stored by parameter names, as in `get_optimizer_state_dict`. If values differ between ranks
+    (batch statistics), the first rank's are written. Tied parameters are stored under each of their names.
 
     Args:
-        path: The file.
-        model: Sharded or not; one, or several by name.
-        optimizers: One, several, or several by name, with all the state they hold now.
-        extra: Plain values and tensors to keep beside them, such as the step.
-        overwrite: Replace a file that is there already. It stays until the new one is whole and on the disk.
-        progress: Receives the bytes that are written.
+        path: Path of the file.
+        model: Sharded or unsharded model, or several by name.
+        optimizers: One optimizer, several, or several by name; their current state is written.
+        extra: Other plain values and tensors to store, such as the step.
+        overwrite: Replace an existing file. It is kept until the new file is complete and synced.
+        progress: Receives the written bytes.
         objects: Anything with `state_dict` and `load_state_dict`, by name: `scheduler=...`.
 
     Raises:
         CheckpointError: Something cannot be stored, or the file cannot be written.
 
     Ranks:
-        Collective. No rank holds more than two buckets besides its own part; the first writes.
+        Collective. No rank holds more than two buckets in addition to its own shards; the first rank writes.
     """
     run = RunObjects(model, optimizers, objects)
     mesh = _mesh(run)
@@ -406,23 +406,23 @@ def load_full(
     progress: Progress | None = None,
     **objects: Stateful,
 ) -> Any:
-    """Load what `save_full` wrote, or any checkpoint with a model and optimizers, into a sharded run or a plain one.
+    """Load a file of `save_full`, or any checkpoint with a model and optimizers, into a sharded or unsharded run.
 
     Args:
-        path: The file; any format that holds what is asked for will do.
-        model: As when it was saved; on meta or not, on any number of ranks.
-        optimizers: Stepped or not.
-        strict: Everything stored of each object must find its place, and every place its value.
-        verify: When checksums are compared, as in `load_weights`.
-        broadcast: Only the first rank opens the file, and sends the others what they need.
+        path: The file, or a checkpoint of any format that contains the requested objects.
+        model: As saved; on the meta device or with values, on any number of ranks.
+        optimizers: As saved. They need no state yet.
+        strict: Require that the stored state of each object and the object itself match exactly.
+        verify: When to verify checksums, as in `load_weights`.
+        broadcast: Only the first rank opens the file and broadcasts tensors to the others.
         progress: Receives the bytes that this rank reads.
         objects: Anything with `load_state_dict`, by name.
 
     Returns:
-        What was given as `extra`.
+        The value saved as `extra`.
 
     Raises:
-        CheckpointError: The same on every rank; nothing was changed unless the data turned out corrupt.
+        CheckpointError: The same on every rank; nothing was modified, unless the data turned out to be corrupt.
 
     Ranks:
         Collective over all ranks.
@@ -442,7 +442,7 @@ def load_full(
 
 
 def _as_tree(found: FlatState) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The nested dictionary with infos in place of tensors, and the tensors by name."""
+    """Return the nested dictionary with tensor descriptions in place of tensors, and the tensors by name."""
     infos = {
         name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape))
         for name, tensor in found.tensors.items()
