@@ -1,1 +1,1 @@
-"""The path under which `record_flat_params` was first documented."""
+"""The path under which `record_flat_params` was first published."""

@@ -1,1 +1,1 @@
-"""One file per format: each reads its folder or file into `Contents`, or writes one. Nothing here runs a model."""
+"""One file per format: each reads a folder or file into `Contents`, or writes one. No module runs a model."""

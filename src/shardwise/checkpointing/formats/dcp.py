@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, read without unpickling their `.metadata`."""
+"""Folders of torch.distributed.checkpoint, read without unpickling `.metadata`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _Tensors = dict[str, tuple[str, tuple[int, ...], dict[ChunkSpec, TorchStream]]]
 
 
 def is_dcp(path: str | Path) -> bool:
-    """Whether the folder is a Distributed Checkpoint, ours or torch's."""
+    """Whether the folder is a Distributed Checkpoint, of shardwise or torch."""
     folder = storage.place(path)
     return any(storage.size_of(storage.join(folder, name)) is not None for name in (MANIFEST_NAME, METADATA_NAME))
 
 
 def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
-    """Read a Distributed Checkpoint folder, or a `subfolder` (with `/` behind) of a folder, as far as its index.
+    """Read the index of a Distributed Checkpoint folder, or of a `subfolder` (ending in `/`) of a folder.
 
-    Values that are not plain data are left out and named in `details["left_out"]` with the reason.
+    Values that are not plain data are omitted and listed in `details["left_out"]` with the reason.
     """
     folder = storage.place(path)
     if not subfolder and storage.size_of(storage.join(folder, MANIFEST_NAME)) is not None:
@@ -64,7 +64,7 @@ def read_dcp(path: str | Path, subfolder: str = "") -> Contents:
 
 
 def _entries(fields: Mapping[str, Any], subfolder: str) -> tuple[_Tensors, dict[str, TorchStream]]:
-    """Return the locations of the chunks of each tensor, and of each value."""
+    """Return the locations of each tensor's chunks, and of each value."""
     streams = {}
     for index, info in (fields.get("storage_data") or {}).items():
         name, start, place = index.fields["fqn"], index.fields.get("offset"), info.fields
@@ -100,7 +100,7 @@ def _find(streams: Mapping[Any, TorchStream], name: Any, starts: tuple[int, ...]
 
 
 def _structure(planner_data: Any) -> dict[str, KeyPath]:
-    """DCP's mapping of flat names to paths; absent in folders written without flattening."""
+    """Return DCP's mapping of flat names to paths; empty for folders written without flattening."""
     return {
         name: path
         for name, path in (planner_data if isinstance(planner_data, dict) else {}).items()
@@ -109,16 +109,16 @@ def _structure(planner_data: Any) -> dict[str, KeyPath]:
 
 
 class _Items(contextlib.ExitStack):
-    """The items of a folder; its files are kept open."""
+    """Items in the files of a folder, which stay open."""
 
     def __init__(self, folder: storage.Place) -> None:
         super().__init__()
         self._folder = folder
         self._readers: dict[str, tuple[storage.FileReader, int]] = {}
-        self._trees: dict[bytes, Any] = {}  # tensors of one shape and dtype have the same pickle
+        self._trees: dict[bytes, Any] = {}  # tensors of one shape and dtype have equal pickles
 
     def values(self, stored: Mapping[str, TorchStream]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return all plain values by name, and the reasons for the others."""
+        """Return all plain values by name, and the reasons why others were omitted."""
         values: dict[str, Any] = {}
         left_out: dict[str, str] = {}
         for name, stream in stored.items():
@@ -144,7 +144,7 @@ class _Items(contextlib.ExitStack):
         return chunk if chunk.data is not None else replace(chunk, file=stream.file)
 
     def _open(self, stream: TorchStream) -> tuple[ZipIndex, bytes]:
-        """The item's directory and its pickle."""
+        """Return the item's zip directory and its pickle."""
         path = storage.join(self._folder, stream.file)
         if stream.file not in self._readers:
             storage.check_name(stream.file, where=str(storage.join(self._folder, METADATA_NAME)))

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _PARTS = (("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"), ("optimizer_0", "optimizer.bin"))
-"""Of each part that accelerate saves of an FSDP run, the folder (SHARDED) and the file (FULL) that it may be."""
+"""Folder (SHARDED) and file (FULL) names of each part that accelerate saves of an FSDP run."""
 
 
 def read_accelerate(folder: storage.Place) -> Contents:
-    """Read the model and, if present, the optimizer; other files are ignored."""
+    """Read the model and, if it was saved, the optimizer; other files are ignored."""
     format, parts = "fsdp1-full", []
     for sharded, full in _PARTS:
         if storage.size_of(storage.join(folder, f"{sharded}/{METADATA_NAME}")) is not None:
@@ -37,13 +37,13 @@ def read_accelerate(folder: storage.Place) -> Contents:
 
 
 def open_checkpoint(path: str | storage.Place, *, model: nn.Module | None = None) -> Contents:
-    """Read a checkpoint of any format as far as its index, under the names it was saved with.
+    """Read the index of a checkpoint of any format, under the names it was saved with.
 
     Args:
-        path: A folder (ours, a run's with several steps, torch's Distributed Checkpoint, Hugging Face's, one file a
+        path: A folder (of shardwise, a run with several steps, Distributed Checkpoint, Hugging Face, one file per
             rank) or a file (safetensors, an index, `torch.save`).
-        model: The model it was saved from; needed if files do not name the parameters: FSDP1's LOCAL state dicts and
-            optimizers that number their parameters. On the meta device is enough.
+        model: The saved model; needed if files do not name the parameters: FSDP1's LOCAL state dicts and optimizers
+            that number their parameters. It may be on the meta device.
     """
     place = storage.place(path)
     contents = _open_file(place) if storage.size_of(place) is not None else _open_folder(place)
@@ -54,7 +54,7 @@ def open_checkpoint(path: str | storage.Place, *, model: nn.Module | None = None
 
 
 def require_names(contents: Contents, *, optimizers: bool = True) -> None:
-    """Refuse contents whose parameters, or `optimizers` that number them, still have no names."""
+    """Raise if parameters, or with `optimizers` their state, still have no names."""
     flat = len(fsdp1.flat_sizes(contents))
     if not flat and not (optimizers and fsdp1.needs_model(contents)):
         return

@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters, split into the original parameters."""
+"""FSDP1's flat parameters, split into the original parameters, for checkpoints of LOCAL state dicts."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ FLAT_PARAM = "_flat_param"
 LAYOUT_FILE = "fsdp1_layout.json"
 _MAX_LAYOUT_BYTES = 64 << 20
 _ALIGNMENTS = (0, 4, 8, 2, 16, 1)
-"""Elements a parameter's start is a multiple of: none with `use_orig_params=False`, else 16 bytes of the dtype."""
+"""Possible alignments of parameters, in elements: none with `use_orig_params=False`, else 16 bytes of the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatEntry:
-    """One parameter in a flat parameter."""
+    """One parameter inside a flat parameter."""
 
     name: str
     shape: tuple[int, ...]
     start: int
-    """Its first element."""
+    """Index of its first element in the flat parameter."""
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatUnit:
-    """One flat parameter of a wrapped module, or one parameter that is not flattened."""
+    """One flat parameter of a wrapped module, or one unflattened parameter."""
 
     name: str
-    """The wrapped module's, empty for the root; or the parameter's."""
+    """Name of the wrapped module (empty for the root), or of the parameter."""
     entries: tuple[FlatEntry, ...]
     numel: int
-    """With the padding between and after the parameters, without that of the last rank."""
+    """Number of elements, with padding between and after parameters, but without the last rank's padding."""
     is_flat: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """All flat parameters of a model."""
+    """Layout of all flat parameters of a model."""
 
     units: Mapping[str, FlatUnit]
-    """By name of the wrapped module, in the order in which `parameters()` gives the flat parameters."""
+    """Units by name of the wrapped module, in the order of `parameters()` of the wrapped model."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all parameters, in the order in which `parameters()` of the unwrapped model gives them."""
+    """Shapes of all parameters, in the order of `parameters()` of the unwrapped model."""
     ties: Mapping[str, str]
-    """Further names of parameters, each with the name under which it is stored."""
+    """Stored names of tied parameters, by their other names."""
     optimizer: tuple[str, ...] | None = None
-    """Parameters, or wrapped modules, in the order in which the optimizer numbers them, where that was recorded."""
+    """Parameters or wrapped modules in the order of the optimizer's indices, if it was recorded."""
 
 
 def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
-    """The layout of a LOCAL checkpoint, from the model as it was before FSDP1 wrapped it; on meta is enough."""
+    """Return the layout of a LOCAL checkpoint, given the model before FSDP1 wrapped it; may be on the meta device."""
     stored = flat_sizes(contents)
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     if unknown := [name for name in stored if name not in modules]:
@@ -78,7 +78,7 @@ def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
     owners: dict[int, str] = {}
     members: dict[str, list[tuple[str, Any]]] = {}
     ties: dict[str, str] = {}
-    for unit in sorted(stored, key=lambda name: -len(name.split(".")) if name else 1):  # inner ones were wrapped first
+    for unit in sorted(stored, key=lambda name: -len(name.split(".")) if name else 1):  # inner ones first
         members[unit] = []
         for name, parameter in _parameters(modules[unit], unit):
             if id(parameter) not in owners:
@@ -88,7 +88,7 @@ def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
                 ties.setdefault(name, owners[id(parameter)])
     whole = {name for name, tensor in contents.tensors.items() if len(tensor.chunks) == 1}
     units = {}
-    for name in (name for name in modules if name in stored):  # modules come in the order of parameters()
+    for name in (name for name in modules if name in stored):  # in the order of parameters()
         kept = [(param, tuple(tensor.shape)) for param, tensor in members[name]]
         units[name] = _fit(name, kept, stored[name], contents, whole)
     shapes = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -96,7 +96,7 @@ def layout_of_model(model: nn.Module, contents: Contents) -> FlatLayout:
 
 
 def read_layout(folder: storage.Place) -> FlatLayout | None:
-    """The layout that `record_flat_params` wrote beside the checkpoint, if it is there."""
+    """Read the layout file that `record_flat_params` wrote beside the checkpoint; None if there is none."""
     place = storage.join(folder, LAYOUT_FILE)
     if storage.size_of(place) is None:
         return None
@@ -110,19 +110,19 @@ def read_layout(folder: storage.Place) -> FlatLayout | None:
 
 
 def flat_sizes(contents: Contents) -> dict[str, int]:
-    """Wrapped module to the elements of its flat parameter."""
+    """Return the number of elements of each flat parameter by name of the wrapped module."""
     modules = {name: _flat_module(contents, name) for name in contents.tensors}
     return {module: math.prod(contents.tensors[name].shape) for name, module in modules.items() if module is not None}
 
 
 def _flat_module(contents: Contents, name: str) -> str | None:
-    """The wrapped module of which a tensor is the flat parameter; None where it is none."""
+    """Return the wrapped module of a flat parameter; None for any other tensor."""
     module, _, last = canonical_name(str(contents.path_of(name)[-1])).rpartition(".")
     return module if last == FLAT_PARAM else None
 
 
 def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every parameter under a module, tied ones under each of their names, in the order FSDP1 flattens them."""
+    """Yield every parameter under a module in FSDP1's flattening order; tied ones under each of their names."""
     for path, submodule in module.named_modules(remove_duplicate=False):
         for name, parameter in submodule.named_parameters(recurse=False, remove_duplicate=False):
             yield canonical_name(".".join(part for part in (prefix, path, name) if part)), parameter
@@ -131,11 +131,11 @@ def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
 def _fit(
     module: str, members: Sequence[tuple[str, tuple[int, ...]]], numel: int, contents: Contents, whole: set[str]
 ) -> FlatUnit:
-    """Lay the parameters end to end in the way that gives the stored number of elements."""
-    # Parameters of ignored modules are not part of a flat parameter: the checkpoint holds them as they are.
+    """Return the layout of the parameters whose size is the stored number of elements."""
+    # Parameters of ignored modules are not in the flat parameter: the checkpoint stores them separately.
     flattened = [(name, shape) for name, shape in members if f"model.{name}" not in whole and name not in whole]
     world_size = contents.world_size or 1
-    shard_counts = [count for count in range(world_size, 0, -1) if world_size % count == 0]  # fewer: hybrid sharding
+    shard_counts = [count for count in range(world_size, 0, -1) if world_size % count == 0]  # smaller: hybrid sharding
     found: dict[FlatUnit, None] = {}
     for candidates, alignment, num_shards in itertools.product((members, flattened), _ALIGNMENTS, shard_counts):
         unit = _lay_out(module, candidates, alignment, num_shards)
@@ -160,7 +160,7 @@ def _fit(
 
 
 def _starts_agree(unit: FlatUnit, contents: Contents) -> bool:
-    """Whether parameters start where the files show them to, where they do."""
+    """Whether the parameters' starts match those found in the files, if any."""
     shown = {canonical_name(str(name)): start for name, start in contents.details.get("flat_starts", {}).items()}
     return all(shown.get(entry.name) in (None, entry.start) for entry in unit.entries)
 
@@ -188,24 +188,24 @@ def _recorded_unit(unit: Mapping[str, Any]) -> FlatUnit:
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """A numbered optimizer in a checkpoint."""
+    """An optimizer in a checkpoint whose state is stored by parameter indices."""
 
     root: KeyPath
     groups: dict[str, list[int]]
-    """Name of each group's list of parameters, to the numbers in it."""
+    """Indices by flat name of each group's list of parameters."""
     states: dict[int, list[tuple[str, StoredTensor]]]
-    """The state tensors of each number, by key."""
+    """State tensors by index: pairs of key and tensor."""
 
 
 def needs_model(contents: Contents) -> bool:
-    """Whether parameters have numbers, or lie in flat parameters, so that the model must tell their names."""
+    """Whether the model is needed to name the parameters: they are in flat parameters, or have only indices."""
     return bool(flat_sizes(contents)) or any(True for _ in _numbered_optimizers(contents))
 
 
 def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
-    """Give every parameter, and its optimizer state, its own name and shape.
+    """Split flat parameters and their optimizer state into tensors with the names and shapes of the parameters.
 
-    An optimizer whose numbers cannot be told apart keeps them; `details["unnamed"]` then says why.
+    An optimizer whose indices cannot be resolved is unchanged; `details["unnamed"]` then has the error.
     """
     tensors: dict[str, StoredTensor] = {}
     values, details = dict(contents.values), dict(contents.details)
@@ -247,7 +247,7 @@ def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
                 root = contents.path_of(name)[:-1]
                 add((*root, own), _cut(tensor, entry.start, entry.shape))
     for name, tensor in contents.tensors.items():
-        # With `use_orig_params=True` a rank's slice of a parameter stands under the parameter's own name.
+        # With `use_orig_params=True` a rank's slice of a parameter is stored under the parameter's own name.
         if name not in taken and name not in tensors:
             tensors[name] = tensor
             if name in contents.structure:
@@ -256,7 +256,7 @@ def unflatten(contents: Contents, layout: FlatLayout) -> Contents:
 
 
 def _cut(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor:
-    """The tensor of this shape that lies in a flat one from element `start` on."""
+    """Return the tensor of this shape that starts at element `start` of a flat tensor."""
     size, end = ITEM_BYTES[flat.dtype], start + math.prod(shape)
     chunks: list[StoredChunk] = []
     for chunk in flat.chunks:
@@ -272,7 +272,7 @@ def _cut(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor
 
 
 def _numbered_optimizers(contents: Contents) -> Iterator[_Optimizer]:
-    """Optimizers whose parameter groups list numbers instead of names."""
+    """Yield optimizers whose parameter groups list indices instead of names."""
     groups: dict[KeyPath, dict[str, list[int]]] = {}
     for name, value in contents.values.items():
         path = contents.path_of(name)
@@ -289,7 +289,7 @@ def _numbered_optimizers(contents: Contents) -> Iterator[_Optimizer]:
 
 
 def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> dict[int, FlatUnit]:
-    """What each number stands for."""
+    """Return the parameter or flat parameter of each index."""
     numbers = [number for group in optimizer.groups.values() for number in group]
     plain = {
         name: FlatUnit(name, (FlatEntry(name, shape, 0),), math.prod(shape), is_flat=False)
@@ -301,7 +301,7 @@ def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> di
             raise _wrong(contents, f"the optimizer has {len(numbers)} parameters, {len(recorded)} were recorded")
         found = {}
         for number, name in zip(numbers, recorded, strict=True):
-            clean = canonical_name(name)  # "module." is of DistributedDataParallel
+            clean = canonical_name(name)  # "module." is DistributedDataParallel's prefix
             owner = layout.units.get(name) or plain.get(clean) or plain.get(clean.removeprefix("module."))
             if owner is None:
                 raise _wrong(contents, f"{name!r} is not a parameter of the model")
@@ -330,7 +330,7 @@ def _owners(contents: Contents, optimizer: _Optimizer, layout: FlatLayout) -> di
 
 
 def _recorded_names(contents: Contents, optimizer: _Optimizer) -> tuple[str, ...] | None:
-    """What optimizers made from `named_parameters()` store beside the numbers."""
+    """Return the names that optimizers made from `named_parameters()` store in addition to the indices."""
     names: list[str] = []
     for group in optimizer.groups:
         recorded = contents.values.get(group.removesuffix("params") + "param_names")
@@ -341,7 +341,7 @@ def _recorded_names(contents: Contents, optimizer: _Optimizer) -> tuple[str, ...
 
 
 def _fits(owner: FlatUnit, tensor: StoredTensor, world_size: int) -> bool:
-    """Whether it is state of a parameter: a scalar, of its shape, or flat; hybrid sharding stores several copies."""
+    """Whether a tensor can be state of a parameter: a scalar, of its shape, or flat (several copies with HSDP)."""
     if not tensor.shape or (not owner.is_flat and tensor.shape == owner.entries[0].shape):
         return True
     for replicas in range(1, world_size + 1):
@@ -364,12 +364,12 @@ def record_flat_params(model: nn.Module, folder: str | Path, optimizer: torch.op
     """Write `fsdp1_layout.json` beside a LOCAL checkpoint, so that it can be converted without the model.
 
     Args:
-        model: Wrapped in FSDP1's `FullyShardedDataParallel`.
-        folder: Where the ranks' files are.
-        optimizer: Made after wrapping; tells which parameter has which number in its state.
+        model: The model, wrapped in FSDP1's `FullyShardedDataParallel`.
+        folder: Folder of the ranks' files.
+        optimizer: Optimizer created after wrapping, to record the indices of the parameters in its state.
 
     Returns:
-        The file.
+        Path of the written file.
 
     Ranks:
         Local: call it on rank 0; all ranks have the same layout.
@@ -380,7 +380,7 @@ def record_flat_params(model: nn.Module, folder: str | Path, optimizer: torch.op
 
 
 def describe_flat_params(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """What `record_flat_params` writes: every flat parameter, what is in it, and the optimizer's order."""
+    """Return what `record_flat_params` writes: flat parameters, their parameters, and the optimizer's order."""
     from shardwise import compat
 
     units, ties = [], {}

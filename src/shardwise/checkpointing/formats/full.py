@@ -1,4 +1,4 @@
-"""Single torch or safetensors files with a whole run, and Hugging Face's `.bin` shards."""
+"""Single `torch.save` files of a whole run, and Hugging Face's `.bin` shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.checkpointing.pickles.machine import TensorRef
 from shardwise.errors import CheckpointError
 
 NOTES = "__shardwise__"
-"""The key of the text (JSON)."""
+"""Key of the notes: JSON text with values that have no plain form."""
 _HIDDEN = ("__layout__", "__kinds__")
 
 
@@ -29,9 +29,9 @@ def full_tree(
     step: int | None = None,
     world_size: int | None = None,
 ) -> dict[str, Any]:
-    """The dictionary that `FullWriter` writes, of tensors and of values as `encode_value` gives them, by flat name.
+    """Build the dictionary that `FullWriter` writes, from tensors and encoded values (`encode_value`) by flat name.
 
-    It holds the plain values for those who read it with `torch.load`, and a text with the others.
+    It has the plain values for readers that use `torch.load`, and the notes (JSON text) with all others.
     """
     decoded = {name: decode_value(value) for name, value in encoded.items() if not _is_hidden(name)}
     leaves = {**tensors, **{name: value for name, value in decoded.items() if _is_plain(value)}}
@@ -42,7 +42,7 @@ def full_tree(
 
 
 def with_notes(contents: Contents) -> Contents:
-    """Put the notes back among the values, where the sharded format has them; files of others are as they are."""
+    """Add the values in the notes to the contents; files of other programs, without notes, are unchanged."""
     if NOTES not in contents.values:
         return contents
     with storage.parsing("the notes of the file cannot be read", f"{contents.path}: {NOTES}"):
@@ -96,7 +96,7 @@ def read_full(path: str | storage.Place) -> Contents:
         chunk = file.chunk(reference, ChunkSpec.whole(reference.shape))
         tensors[name] = StoredTensor(name, reference.dtype, reference.shape, (chunk,))
     contents = Contents(
-        path=storage.split(file.place)[0] if isinstance(file.place, str) else file.place,  # a URL does not tell
+        path=storage.split(file.place)[0] if isinstance(file.place, str) else file.place,  # URL: the folder
         format="full",
         tensors=tensors,
         values=file.state.values,
@@ -110,23 +110,23 @@ def read_full(path: str | storage.Place) -> Contents:
 
 
 class FullWriter:
-    """Writes a `torch.save` file, which appears when it is whole and on the disk.
+    """Writes a `torch.save` file, which appears only when it is complete and synced.
 
-    `tree` is what `torch.load` will return, with a `StoredTensor` in place of each tensor; the same object in two
-    places makes two names of one tensor.
+    `tree` is the value that `torch.load` will return, with a `StoredTensor` in place of each tensor; an object that
+    occurs twice is stored as one tensor with two names.
     """
 
     def __init__(self, path: Path, tree: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self._path, self._tree, self._overwrite = path, tree, overwrite
         self.order = tensors_in(tree)
-        """The tensors as they are written; ranks that gather for the one that writes follow it."""
+        """Tensors in the order of writing; ranks that gather for the writing rank use the same order."""
 
     def check(self) -> None:
-        """Refuse a path that cannot be written."""
+        """Raise if the path cannot be written."""
         refuse_overwrite(self._path, self._overwrite, is_file=True)
 
     def write(self, chunks: Chunks) -> None:
-        """Write the tensors' bytes, which come in the order of `order`; call it on one rank."""
+        """Write the tensors' bytes, given in the order of `order`; call it on one rank."""
         self.check()
         keys = {id(tensor): str(index) for index, tensor in enumerate(self.order)}
         pickled = torch_files.dumps(_as_calls(self._tree, keys))
@@ -143,7 +143,7 @@ class FullWriter:
 
 
 def tensors_in(tree: Any) -> list[StoredTensor]:
-    """The tensors of a tree, each once, in the order in which they are written."""
+    """Return the tensors of a tree, without repetitions, in the order of writing."""
     if isinstance(tree, StoredTensor):
         return [tree]
     below = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
@@ -151,7 +151,7 @@ def tensors_in(tree: Any) -> list[StoredTensor]:
 
 
 def _as_calls(tree: Any, keys: Mapping[int, str]) -> Any:
-    """The tree with the pickle's way to say "this tensor" in place of each."""
+    """Return the tree with the pickle's call for each tensor in its place."""
     if isinstance(tree, StoredTensor):
         return torch_files.tensor_call(tree.dtype, tree.shape, keys[id(tree)])
     if isinstance(tree, Mapping):
@@ -170,7 +170,7 @@ def is_bin_shards(folder: storage.Place) -> bool:
 
 
 def read_bin_shards(path: storage.Place) -> Contents:
-    """Read the `.bin` shards that an index, or the one in a folder, names."""
+    """Read the `.bin` shards listed in an index file, or in the index of a folder."""
     folder, name = storage.split(path)
     if not name.endswith(_INDEX_SUFFIX):
         folder, name = path, next(name for name in storage.names_in(path) if name.endswith(_INDEX_SUFFIX))

@@ -23,10 +23,10 @@ _BEFORE_STEP = re.compile(r"(?:epoch|step|iter(?:ation)?)s?[-_.=]*$", re.I)
 
 
 def find_series(folder: storage.Place) -> list[list[str]]:
-    """The sets of per-rank files in a folder: names that differ in nothing but the rank's number, by rank.
+    """Return the sets of per-rank files in a folder, sorted by rank; names in a set differ only in the rank's number.
 
-    None where only numbers tell files apart: neither do the names say that they count ranks, nor does any file hold
-    a rank's part.
+    Empty if files differ only in numbers and neither the names show that the numbers are ranks, nor the contents of
+    any file are one rank's part.
     """
     groups: dict[str, list[str]] = {}
     for name in storage.names_in(folder):
@@ -42,19 +42,19 @@ def find_series(folder: storage.Place) -> list[list[str]]:
 
 
 def _counts(names: list[str], before: re.Pattern[str], after: re.Pattern[str] | None = None) -> bool:
-    """Whether the text before or after a number in which the names differ, or any number of a single one, matches."""
+    """Whether the text before or after a differing number (any number, if there is one name) matches a pattern."""
     texts = DIGITS.split(names[0])
     return any(before.search(texts[at]) or (after is not None and after.match(texts[at + 1])) for at in _varying(names))
 
 
 def _varying(names: list[str]) -> list[int]:
-    """Which of the numbers differ between the names; all numbers of a single name."""
+    """Return the positions of the numbers that differ between the names; all numbers of a single name."""
     numbers = zip(*(map(int, DIGITS.findall(name)) for name in names), strict=True)
     return [at for at, values in enumerate(numbers) if len(names) == 1 or len(set(values)) > 1]
 
 
 def _holds_parts(place: storage.Place, num_files: int) -> bool:
-    """Whether a file holds one of `num_files` parts: sharded tensors, or flat optimizer state and nothing else."""
+    """Whether a file has one of `num_files` parts: sharded tensors, or only flat optimizer state."""
     state = read_torch_file(place).state
     refs = state.tensors.values()
     sizes = [math.prod(ref.mesh_shape) for ref in refs if isinstance(ref, DTensorRef)]
@@ -78,7 +78,7 @@ def _mismatch(place: storage.Place, why: str) -> CheckpointError:
 
 
 def _in_order(folder: storage.Place, names: list[str]) -> list[str]:
-    """The files by rank: the one number in which their names differ counts the ranks."""
+    """Sort the files by rank, the one number in which their names differ; raise if files are missing."""
     template = _template(names[0])
     numbers = {name: tuple(map(int, DIGITS.findall(name))) for name in names}
     varying = _varying(names) if len(names) > 1 else []
@@ -102,12 +102,12 @@ def _in_order(folder: storage.Place, names: list[str]) -> list[str]:
 
 
 def _is_state(path: KeyPath) -> bool:
-    """Whether it is optimizer state, of which a rank has only that of the parameters it holds a part of."""
+    """Whether it is optimizer state; a rank has only that of its own shards."""
     return len(path) >= 3 and path[-3] == "state"
 
 
 def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor:
-    """Merge one tensor, at `path` of the state dicts in all ranks' files."""
+    """Merge one tensor, at `path` of the state dicts, from all ranks' files."""
     here = [(rank, file, file.state.tensors[name]) for rank, file in enumerate(ranks) if name in file.state.tensors]
     _, file, first = here[0]
     if len({type(ref) for _, _, ref in here}) > 1:
@@ -127,7 +127,7 @@ def _merge(name: str, ranks: Sequence[TorchFile], path: KeyPath) -> StoredTensor
     for rank, file, ref in here:
         for spec, part in _parts(name, ref, rank, file):
             if spec not in chunks and (spec.numel or isinstance(ref, TensorRef)):
-                chunks[spec] = file.chunk(part, spec)  # of replicas, as in DCP, the first counts
+                chunks[spec] = file.chunk(part, spec)  # the first replica is used, as in DCP
     return StoredTensor(name, first.dtype, first.shape, tuple(chunks.values()))
 
 
@@ -144,7 +144,7 @@ def _parts(name: str, ref: Ref, rank: int, file: TorchFile) -> Sequence[tuple[Ch
 
 
 def _concatenated(name: str, here: Sequence[tuple[TorchFile, Ref]]) -> StoredTensor:
-    """Concatenate flat optimizer state of the ranks."""
+    """Concatenate the ranks' flat optimizer state."""
     chunks: list[StoredChunk] = []
     at, dtype = 0, here[0][1].dtype
     for file, ref in here:
@@ -159,7 +159,7 @@ def _concatenated(name: str, here: Sequence[tuple[TorchFile, Ref]]) -> StoredTen
 def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> ChunkSpec:
     starts, sizes = [0] * len(ref.shape), list(ref.shape)
     coordinate = ref.coordinate
-    if coordinate is None:  # ranks are numbered row by row
+    if coordinate is None:  # ranks are numbered in row-major order
         strides = [math.prod(ref.mesh_shape[axis + 1 :]) for axis in range(len(ref.mesh_shape))]
         coordinate = tuple(
             rank // max(stride, 1) % max(size, 1) for stride, size in zip(strides, ref.mesh_shape, strict=True)
@@ -176,7 +176,7 @@ def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> 
                 why="its parts are interleaved over two mesh axes, or partial sums",
                 fix="save it with torch.distributed.checkpoint, and read that folder",
             )
-        count = -(-sizes[dims[0]] // length)  # as torch.chunk: the last ranks may hold less, or nothing
+        count = -(-sizes[dims[0]] // length)  # as in torch.chunk: the last ranks may have fewer elements, or none
         begin = min(count * index, sizes[dims[0]])
         starts[dims[0]] += begin
         sizes[dims[0]] = min(count, sizes[dims[0]] - begin)
@@ -184,10 +184,10 @@ def _spec_of_dtensor(name: str, ref: DTensorRef, rank: int, file: TorchFile) -> 
 
 
 def read_rank_files(folder: storage.Place) -> Contents:
-    """Merge the files of all ranks; a rank may have several (a model's and an optimizer's).
+    """Merge the files of all ranks; a rank may have several (model and optimizer).
 
-    The format is `fsdp1-local` where tensors are flat parameters, which need the model's definition, or a recorded
-    layout, to be told apart; else `fsdp1-sharded`.
+    The format is `fsdp1-local` if there are flat parameters, which need the model's definition or a recorded layout;
+    otherwise `fsdp1-sharded`.
     """
     found = find_series(folder)
     if not found:
@@ -207,7 +207,7 @@ def read_rank_files(folder: storage.Place) -> Contents:
     structure: dict[str, KeyPath] = {}
     left_out: dict[str, str] = {}
     file_bytes: dict[str, int] = {}
-    starts: dict[str | int, int | None] = {}  # where in its flat parameter each parameter starts, where files show it
+    starts: dict[str | int, int | None] = {}  # start of each parameter in its flat parameter, if the files show it
     is_local = False
     for series in found:
         ranks = [read_torch_file(storage.join(folder, name)) for name in series]
@@ -265,7 +265,7 @@ def _param_groups(file: TorchFile) -> dict[str, Any]:
 
 
 def _root_of(structure: Mapping[str, KeyPath]) -> KeyPath:
-    """Where a file's dictionary belongs: an optimizer's, or a bare model's, is given the name it lacks."""
+    """Return the path to prepend to a file's names: `optim` for an optimizer's state, `model` for a model's."""
     tops = {path[0] for path in structure.values()}
     if tops == {"state", "param_groups"} or tops == {"param_groups"}:
         return ("optim",)
@@ -273,10 +273,10 @@ def _root_of(structure: Mapping[str, KeyPath]) -> KeyPath:
 
 
 def _slices_of_flat_params(ranks: Sequence[TorchFile]) -> dict[str, int | None]:
-    """Names of LOCAL state dicts that only show a part of a flat parameter once more, and where they start in it.
+    """Return tensors of LOCAL state dicts that repeat a part of a flat parameter, with their starts in it.
 
-    With `use_orig_params=True` a LOCAL state dict also lists every parameter: a 1-D view of the flat shard, or an
-    empty tensor.
+    With `use_orig_params=True` a LOCAL state dict also contains every parameter, as a 1-D view of the flat shard or
+    an empty tensor.
     """
     starts: dict[str, int | None] = {}
     for file in ranks:
@@ -302,5 +302,5 @@ def _is_flat(path: KeyPath) -> bool:
 
 
 def _is_numbered(path: KeyPath) -> bool:
-    """Whether it is optimizer state of a parameter that has a number and no name."""
+    """Whether it is optimizer state of a parameter that is identified by an index, not by name."""
     return _is_state(path) and str(path[-2]).isdigit()

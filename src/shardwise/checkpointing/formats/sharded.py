@@ -1,4 +1,4 @@
-"""The sharded format: one file per rank, a manifest with all checksums, and DCP's metadata; committed by a rename."""
+"""The sharded format: one file per rank, a manifest with checksums, and DCP's metadata; committed by a rename."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ _DATA_FILE = re.compile(r"__\d+_0\.distcp")
 _REWOUND = re.compile(r"rewound-(\d{8,})")
 _PARTIAL, _REMOVING, _ABANDONED = ".partial", ".removing", ".abandoned"
 _MARK = ".unfinished"
-"""In an object store, where a checkpoint has its final name from the start: it is being written or removed."""
+"""Marker file in object stores, which have no partial folders: the checkpoint is being written or removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Record of one rank's file for the manifest and torch's metadata. Picklable."""
+    """Description of one rank's file for the manifest and torch's metadata. Picklable."""
 
     file: str
     num_bytes: int
     frame: int
     """Checksum of all bytes outside tensors, in order."""
     tensors: tuple[tuple[StoredTensor, TorchStream], ...]
-    """Of each tensor the chunk that is in this file, and its stream for torch's own readers."""
+    """Each tensor with its chunk in this file, and the chunk's stream for torch's readers."""
     values: tuple[TorchStream, ...]
-    """Plain values, for torch's own readers; ours take them from the manifest."""
+    """Streams of plain values for torch's readers; shardwise reads values from the manifest."""
     block_bytes: int
 
 
 def value_streams(encoded: Mapping[str, Any]) -> dict[str, bytes]:
-    """Values as `torch.save` writes them, for torch's own readers; encoded where no plain pickle holds them."""
+    """Return values as written by `torch.save`, for torch's readers; encoded if they are not plain values."""
     streams = {}
     for name, value in encoded.items():
         try:
@@ -79,7 +79,7 @@ def value_streams(encoded: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def file_name(rank: int) -> str:
-    """The name that `torch.distributed.checkpoint` gives the file of a rank."""
+    """Return the name of a rank's file, as in `torch.distributed.checkpoint`."""
     return f"__{rank}_0.distcp"
 
 
@@ -93,9 +93,9 @@ def write_rank_file(
     total: int = 0,
     progress: Progress | None = None,
 ) -> FileRecord:
-    """Write a new file in the partial folder with these tensors, and values from `value_streams`.
+    """Write a new file with these tensors, and values from `value_streams`, in the partial folder.
 
-    `items` may be a generator that makes each item's memory when its turn comes; then `total` is the bytes of all.
+    `items` may be a generator that creates each item's memory on demand; `total` is then the number of bytes of all.
     """
     if isinstance(items, Sequence):
         total = sum(item.num_bytes for item in items)
@@ -131,22 +131,22 @@ def write_rank_file(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Fields of a manifest other than the locations of bytes."""
+    """Fields of a manifest, except the locations of bytes."""
 
     step: int | None = None
     world_size: int | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
-    """By flat name, each as `values.encode_value` gives it."""
+    """Encoded values (`values.encode_value`) by flat name."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of stored tensors (tied weights)."""
+    """Names of stored tensors by their other names (tied weights)."""
     structure: Mapping[str, KeyPath] = field(default_factory=dict)
-    """Flat name to its path in the nested state dict."""
+    """Path in the nested state dict by flat name."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """JSON: mesh axes, plans, versions, date, metric."""
 
 
 def parts_by_name(records: Iterable[FileRecord]) -> dict[str, list[tuple[StoredTensor, TorchStream]]]:
-    """Return the ranks' chunks of each tensor."""
+    """Return the chunks of all ranks by name of the tensor."""
     parts: dict[str, list[tuple[StoredTensor, TorchStream]]] = {}
     for record in records:
         for part in record.tensors:
@@ -155,7 +155,7 @@ def parts_by_name(records: Iterable[FileRecord]) -> dict[str, list[tuple[StoredT
 
 
 def torch_metadata(records: Sequence[FileRecord], header: Header) -> bytes:
-    """The pickle of torch's `Metadata` for these files; further names of a tensor point at the same bytes."""
+    """Return the pickle of torch's `Metadata` for these files; other names of a tensor refer to the same bytes."""
     names: dict[str, list[str]] = {}
     for alias, name in header.aliases.items():
         names.setdefault(name, []).append(alias)
@@ -185,7 +185,7 @@ def _tensor_entry(parts: list[StoredTensor]) -> torch_files.Instance:
     chunks = [
         _instance("ChunkStorageMetadata", {"offsets": _size(spec.starts), "sizes": _size(spec.sizes)}) for spec in specs
     ]
-    # What TensorProperties.__getstate__ gives: dtype, layout, requires_grad, memory format, pinned.
+    # The state of TensorProperties.__getstate__: dtype, layout, requires_grad, memory format, pinned.
     layout = torch_files.Call(torch_files.known_global("torch.serialization", "_get_layout"), ("torch.strided",))
     memory_format = torch_files.Call(torch_files.known_global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     properties = (torch_files.known_global("torch", parts[0].dtype), layout, False, memory_format, False)
@@ -209,7 +209,7 @@ def _instance(name: str, state: Any) -> torch_files.Instance:
 
 
 def manifest_bytes(folder: storage.Place, records: Sequence[FileRecord], header: Header, metadata: bytes) -> bytes:
-    """The manifest, whose first line holds the checksum of all that follows; raises unless it holds the whole state."""
+    """Return the manifest, whose first line has the checksum of the rest; raise unless all state was written."""
     parts = parts_by_name(records)
     written = {record.file: (record.num_bytes, record.frame) for record in records}
     written[METADATA_NAME] = (len(metadata), storage.checksum(metadata))
@@ -253,7 +253,7 @@ def _problems(contents: Contents) -> list[str]:
 
 
 def read_manifest(folder: storage.Place) -> Contents:
-    """Read a checkpoint's manifest, every field checked."""
+    """Read a checkpoint's manifest and validate every field."""
     path = storage.join(folder, MANIFEST_NAME)
     data = storage.read_small(path, _MAX_BYTES)
     line = _FIRST_LINE.match(data)
@@ -264,7 +264,7 @@ def read_manifest(folder: storage.Place) -> Contents:
 
 
 def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
-    """One tensor in the manifest."""
+    """Return one tensor's entry in the manifest."""
     chunks = [
         {
             "file": chunk.file,
@@ -280,7 +280,7 @@ def _entry(parts: list[StoredTensor]) -> dict[str, Any]:
 
 
 def _parsed(folder: storage.Place, body: Any) -> Contents:
-    """The contents that a manifest describes, every field checked."""
+    """Return the contents that a manifest describes; validate every field."""
     where = str(storage.join(folder, MANIFEST_NAME))
     if body["format"] != FORMAT or body["version"] != VERSION:
         raise CheckpointError(
@@ -347,12 +347,12 @@ def step_folder(root: str | storage.Place, step: int) -> storage.Place:
 
 
 def partial_of(folder: storage.Place) -> storage.Place:
-    """Return the path of an uncommitted checkpoint; in an object store the final path."""
+    """Return the path of an uncommitted checkpoint: a partial name; in an object store the final path."""
     return folder if isinstance(folder, str) else folder.with_name(folder.name + _PARTIAL)
 
 
 def begin_checkpoint(folder: storage.Place) -> storage.Place:
-    """Create and return the empty partial folder of the checkpoint `folder`; on rank 0."""
+    """Create the empty partial folder of the checkpoint `folder` and return it; call it on rank 0."""
     if is_committed(folder) or (isinstance(folder, Path) and storage.exists(folder)):
         raise CheckpointError(
             f"there is a checkpoint called {storage.split(folder)[1]} already",
@@ -376,7 +376,7 @@ def begin_checkpoint(folder: storage.Place) -> storage.Place:
 
 
 def discard_partial(folder: storage.Place) -> None:
-    """Remove what a save that failed or was interrupted has written of the checkpoint; on rank 0."""
+    """Remove the files of a failed or interrupted save of the checkpoint; call it on rank 0."""
     if isinstance(folder, Path):
         storage.remove_tree(partial_of(folder))
     elif not is_committed(folder) and _is_unfinished(folder):
@@ -386,7 +386,7 @@ def discard_partial(folder: storage.Place) -> None:
 def commit_checkpoint(
     folder: storage.Place, records: Iterable[FileRecord], header: Header, *, fsync: bool = True
 ) -> None:
-    """Commit the files in `partial_of(folder)`: metadata, manifest, sync, rename; on rank 0."""
+    """Commit the files in `partial_of(folder)`: metadata, manifest, sync, rename; call it on rank 0."""
     records = sorted(records, key=lambda record: record.file)
     partial = partial_of(folder)
     metadata = torch_metadata(records, header)
@@ -402,7 +402,7 @@ def commit_checkpoint(
         os.rename(partial, folder)
     if fsync:
         storage.sync_folder(folder.parent)
-        with contextlib.suppress(CheckpointError):  # the first save may have made the run's folder, in one not ours
+        with contextlib.suppress(CheckpointError):  # the first save may have created the run's folder
             storage.sync_folder(folder.parent.parent)
 
 
@@ -416,7 +416,7 @@ def is_committed(folder: storage.Place) -> bool:
 
 
 def _manifest_state(folder: str) -> Literal["complete", "incomplete", "absent"]:
-    """Whether a manifest in an object store was written to its end: its two lines end in its only newlines."""
+    """Whether a manifest in an object store is complete: its two lines contain its only newlines."""
     path = storage.join(folder, MANIFEST_NAME)
     size = storage.size_of(path)
     if size is None:
@@ -430,7 +430,7 @@ def _manifest_state(folder: str) -> Literal["complete", "incomplete", "absent"]:
 
 
 def _is_unfinished(folder: str) -> bool:
-    """Whether everything in this folder of an object store is from an interrupted save or removal."""
+    """Whether all files in this folder of an object store are from an interrupted save or removal."""
     names = storage.names_in(folder)
     is_ours = _MARK in names or _manifest_state(folder) == "incomplete"
     return is_ours and all(
@@ -439,13 +439,13 @@ def _is_unfinished(folder: str) -> bool:
 
 
 def _remove_marked(folder: str) -> None:
-    """Remove a folder of an object store, the mark last, so that an interruption leaves it marked."""
+    """Remove a folder of an object store, the marker last, so that the rest stays marked if interrupted."""
     storage.remove_files(folder, [name for name in storage.names_in(folder) if name != _MARK])
     storage.remove_tree(folder)
 
 
 def committed_steps(root: str | storage.Place) -> list[int]:
-    """The steps of all committed checkpoints under `root`, in ascending order, without abandoned ones."""
+    """Return the steps of committed checkpoints under `root`, ascending, without abandoned ones."""
     root = storage.place(root)
     names = storage.names_in(root)
     last = min(_matched(_REWOUND, names), default=math.inf)
@@ -460,9 +460,9 @@ def committed_steps(root: str | storage.Place) -> list[int]:
 
 
 def rewind(root: storage.Place, step: int) -> list[storage.Place]:
-    """Rename the checkpoints after `step`, and return their new places; on rank 0, while nobody saves.
+    """Rename the checkpoints after `step`, and return their new paths; call it on rank 0, while no save runs.
 
-    Names are changed one by one. An empty file, created first, abandons them all at once, also for `committed_steps`.
+    They are renamed one by one. A marker file, written first, abandons all of them atomically for `committed_steps`.
     """
     if committed_steps(root)[-1:] <= [step]:
         return []
@@ -472,14 +472,14 @@ def rewind(root: storage.Place, step: int) -> list[storage.Place]:
 
 
 def finish_rewind(root: storage.Place) -> list[storage.Place]:
-    """Rename what an interrupted `rewind` left, and return the new places; on rank 0, while nobody saves."""
+    """Complete an interrupted `rewind`, and return the new paths; call it on rank 0, while no save runs."""
     names, moved = storage.names_in(root), []
     markers = [name for name in names if _REWOUND.fullmatch(name)]
     for step in _matched(_STEP, names) if markers else ():
         if step > min(_matched(_REWOUND, markers)):
             old = step_folder(root, step)
             folder, name = storage.split(old)
-            suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))  # of an earlier rewind
+            suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))  # an earlier rewind
             free = (storage.join(folder, f"{name}{_ABANDONED}{suffix}") for suffix in suffixes)
             moved.append(next(place for place in free if not storage.exists(place)))
             storage.move(old, moved[-1])
@@ -495,7 +495,7 @@ def _matched(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
 
 
 def remove_checkpoint(folder: storage.Place) -> None:
-    """Remove a checkpoint atomically; on rank 0."""
+    """Remove a checkpoint atomically; call it on rank 0."""
     if isinstance(folder, str):
         if storage.names_in(folder):
             storage.write_small(storage.join(folder, _MARK), b"")

@@ -1,4 +1,4 @@
-"""Values other than tensors, encoded as JSON, and nested values from their leaves. No torch."""
+"""Values other than tensors, encoded as JSON, and nested values built from their leaves. No torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shardwise.checkpointing.contents import KeyPath
 from shardwise.errors import CheckpointError
 
 _TAG = "$"
-"""The key that marks a value JSON has no form for; `{"$": "tuple", "of": [1, 2]}`."""
+"""Key that marks an encoded value of a type that JSON lacks, as in `{"$": "tuple", "of": [1, 2]}`."""
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, deque, Counter, OrderedDict)
 }
-"""Default factories of a defaultdict that are stored, by name."""
+"""Supported default factories of a defaultdict, by name."""
 _SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_value(value: object, where: str = "") -> Any:
-    """`value` in terms of JSON; refused unless it is plain, or a small value of NumPy or torch."""
+    """Encode `value` as JSON; raise unless it is plain, or a small value of NumPy or torch."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -55,13 +55,13 @@ def encode_value(value: object, where: str = "") -> Any:
     if isinstance(value, complex):
         return {_TAG: "complex", "of": [encode_value(value.real), encode_value(value.imag)]}
     for kind in (str, int, float):
-        if isinstance(value, kind) and not isinstance(value, enum.Enum):  # a subclass of a plain one
+        if isinstance(value, kind) and not isinstance(value, enum.Enum):  # a subclass of a plain type
             return encode_value(kind(value), where)
     return _encode_foreign(value, where)
 
 
 def mapping_type(value: Mapping[Any, Any]) -> dict[str, Any]:
-    """The type of a standard mapping other than dict, in terms of JSON; empty for other types, stored as a dict."""
+    """Encode the type of a standard mapping other than dict; empty for other types, which are stored as a dict."""
     kind = type(value)
     if kind in (Counter, OrderedDict):
         return {"type": kind.__name__}
@@ -74,7 +74,7 @@ def mapping_type(value: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def typed_mapping(encoded: Mapping[str, Any], items: dict[Any, Any]) -> Any:
-    """The items as a mapping of the type that `mapping_type` stored in `encoded`."""
+    """Return the items in a mapping of the type that `mapping_type` encoded."""
     match encoded.get("type"), encoded.get("factory"):
         case None, None:
             return items
@@ -90,7 +90,7 @@ def typed_mapping(encoded: Mapping[str, Any], items: dict[Any, Any]) -> Any:
 
 
 def decode_value(encoded: Any) -> Any:
-    """Decode a value of `encode_value`."""
+    """Decode the result of `encode_value`."""
     if isinstance(encoded, list):
         return [decode_value(item) for item in encoded]
     if not isinstance(encoded, dict):
@@ -110,7 +110,7 @@ def decode_value(encoded: Any) -> Any:
 
 
 def _encode_foreign(value: object, where: str) -> Any:
-    """NumPy's and torch's small values, recognised without importing either."""
+    """Encode small values of NumPy and torch, without importing either."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufcSU":
         data = base64.b64encode(value.tobytes()).decode()
@@ -179,7 +179,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def nest(parts: Mapping[KeyPath, Any]) -> Any:
-    """Build a nested value from its leaves by path, for checkpoints without a layout; numbers are list indices."""
+    """Build a nested value from its leaves by path, for checkpoints without a layout; integers are list indices."""
     if set(parts) == {()}:
         return parts[()]
     children: dict[str | int, dict[KeyPath, Any]] = {}

@@ -1,1 +1,1 @@
-"""Torch's pickles and zip streams as data: read without running any of it, written without torch."""
+"""Torch's pickles and zip streams as data: read without executing any code of theirs, written without torch."""

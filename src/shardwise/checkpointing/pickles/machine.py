@@ -1,4 +1,4 @@
-"""A pickle reader that builds data only: no import, no call, every limit checked; tensors become descriptions."""
+"""A pickle reader that builds data only: no imports, no calls, limits on sizes; tensors become descriptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEYS = (str, int, float, bytes, type(None))
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Symbol:
-    """A name from a pickle: of a dtype, a class, a function. What it names is never looked up."""
+    """A name in a pickle, of a dtype, class or function, which is never imported."""
 
     name: str
     make: Callable[..., Any] | None = field(default=None, repr=False)
@@ -29,9 +29,9 @@ class Symbol:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Record:
-    """What a pickle says about an object of a known class: its arguments and its state, as plain values.
+    """An object of a known class in a pickle: its arguments and its state, as plain values.
 
-    What it appends to a subclass of list, or sets in one of dict, is not kept.
+    Items that the pickle appends to a list subclass, or sets in a dict subclass, are dropped.
     """
 
     name: str
@@ -41,34 +41,34 @@ class Record:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its attributes by name; empty when the state is of another shape."""
+        """Attributes by name; empty if the state has another form."""
         state = self.state
-        if isinstance(state, tuple) and len(state) == 2 and state[0] is None:  # (no __dict__, the __slots__)
+        if isinstance(state, tuple) and len(state) == 2 and state[0] is None:  # (__dict__ is None, __slots__)
             state = state[1]
         return state if isinstance(state, dict) else {}
 
 
 class Refused(Exception):
-    """The pickle asks for what no checkpoint needs."""
+    """Raised for pickles with features that no checkpoint needs."""
 
 
-# The unpickler in Python, whose instructions can be replaced; stubs know only the one in C.
+# The unpickler in Python, whose instructions can be replaced; type stubs know only the C one.
 _PythonUnpickler: Any = vars(pickle)["_Unpickler"]
 
 
 class _Unpickler(_PythonUnpickler):
-    """Python's own, without the instructions that no checkpoint needs, and with the ones that call replaced."""
+    """Python's unpickler without the instructions that no checkpoint needs; instructions that call are replaced."""
 
     def __init__(
         self, data: bytes, allowed: Mapping[str, Symbol], records: tuple[str, ...], with_storages: bool
     ) -> None:
         super().__init__(_Whole(data))
         self._allowed, self._records, self._with_storages = allowed, records, with_storages
-        # A byte of pickle can ask for a container of 200; real ones have fewer than one object in four bytes.
+        # One byte of a pickle can create a container of 200 bytes; real pickles have fewer objects than bytes / 4.
         self.objects_left = _FREE_OBJECTS + len(data) // 3
 
     def find_class(self, module: str, name: str) -> Symbol:
-        """The symbol that stands for a name; nothing is imported."""
+        """Return the symbol for a name, without importing it."""
         full = f"{module}.{name}"
         if full in self._allowed:
             return self._allowed[full]
@@ -77,13 +77,13 @@ class _Unpickler(_PythonUnpickler):
         raise Refused(f"the pickle asks for '{full}', which no checkpoint needs")
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands for a storage."""
+        """Return the description of a storage."""
         if not self._with_storages:
             raise Refused("the pickle refers to storages outside it, which this file cannot have")
         return make_storage(pid)
 
     def make(self, symbol: Any, args: Any, kwargs: Any) -> None:
-        """What a call leaves: a record, or what our own function returns."""
+        """Push the result of a call: a record, or the result of a function of this module."""
         if not isinstance(symbol, Symbol) or symbol.make is None:
             raise Refused(f"the pickle calls {symbol!r}, which may only be named")
         if not isinstance(args, tuple):
@@ -91,7 +91,7 @@ class _Unpickler(_PythonUnpickler):
         self.append(symbol.make(*args, **kwargs))
 
     def set_items(self, values: list[Any]) -> None:
-        """Set keys and values, one after another, in the dictionary or record on the stack."""
+        """Set alternating keys and values in the dictionary or record on the stack."""
         target = self.stack[-1]
         if type(target) is dict:
             target.update((_checked_key(key), value) for key, value in zip(values[::2], values[1::2], strict=True))
@@ -99,7 +99,7 @@ class _Unpickler(_PythonUnpickler):
             raise ValueError(f"items set in a {type(target).__name__}")
 
     def append_items(self, values: list[Any]) -> None:
-        """Append to the list or record on the stack."""
+        """Append the values to the list or record on the stack."""
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(values)
@@ -107,21 +107,21 @@ class _Unpickler(_PythonUnpickler):
             raise ValueError(f"items appended to a {type(target).__name__}")
 
     def add_items(self, values: list[Any]) -> None:
-        """Add to the set on the stack."""
+        """Add the values to the set on the stack."""
         if type(self.stack[-1]) is not set:
             raise ValueError(f"elements added to a {type(self.stack[-1]).__name__}")
         self.stack[-1].update(map(_checked_key, values))
 
     def set_state(self, state: Any) -> None:
-        """Note the state of the record on the stack."""
+        """Set the state of the record on the stack."""
         if isinstance(self.stack[-1], Record):
             self.stack[-1].state = state
-        elif type(self.stack[-1]) is not dict:  # an OrderedDict's attributes (`_metadata` of a state dict)
+        elif type(self.stack[-1]) is not dict:  # attributes of an OrderedDict (`_metadata` of a state dict)
             raise ValueError(f"state given to a {type(self.stack[-1]).__name__}")
 
 
 class _Whole(io.BytesIO):
-    """Bytes that are never read beyond their end."""
+    """A stream that raises when a read goes beyond its end."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(size)
@@ -131,7 +131,7 @@ class _Whole(io.BytesIO):
 
 
 def _checked_key(key: Any) -> Any:
-    # Hashing a tuple of tuples of tuples visits every path to every leaf: a few hundred bytes can take years.
+    # Hashing nested tuples visits every path to every leaf, which can take years for a few hundred bytes.
     is_flat_tuple = isinstance(key, tuple) and all(isinstance(part, _KEYS) for part in key)
     if not is_flat_tuple and not isinstance(key, (*_KEYS, Symbol, Record)):
         raise ValueError(f"a dictionary key that is a {type(key).__name__}")
@@ -149,7 +149,7 @@ def _new_with_keywords(machine: _Unpickler) -> None:
 
 
 def _new_dict(machine: _Unpickler) -> None:
-    values = machine.pop_mark()  # marks change where `append` appends to
+    values = machine.pop_mark()  # `pop_mark` changes the list that `append` uses
     machine.append({})
     machine.set_items(values)
 
@@ -175,10 +175,10 @@ class _Instructions(dict[int, Callable[[Any], Any]]):
 
 
 _TAKEN_OVER = b"(012N)}]JKMGXBCltQchjqr\x80\x85\x86\x87\x88\x89\x8a\x8c\x8d\x8e\x8f\x93\x94\x95."
-"""Instructions that only read data, make containers, and use the stack and the memo; and those that look names up."""
+"""Instructions kept from Python: they read data, build containers, use the stack and the memo, or look up names."""
 _REPLACED: dict[str, Callable[[_Unpickler], None]] = {
     "REDUCE": _reduce,
-    "NEWOBJ": _reduce,  # the same for us
+    "NEWOBJ": _reduce,  # equivalent here
     "NEWOBJ_EX": _new_with_keywords,
     "BUILD": lambda machine: machine.set_state(machine.stack.pop()),
     "APPEND": lambda machine: machine.append_items([machine.stack.pop()]),
@@ -190,7 +190,7 @@ _REPLACED: dict[str, Callable[[_Unpickler], None]] = {
     "FROZENSET": _new_frozenset,
 }
 _COUNTED = b"}]ltdQRqr\x81\x85\x86\x87\x8f\x91\x92\x94"
-"""Instructions that make an object, or a place in the memo."""
+"""Instructions that create an object or a memo entry."""
 
 
 def _instructions() -> _Instructions:
@@ -203,17 +203,17 @@ _Unpickler.dispatch = _instructions()
 
 
 def record(name: str) -> Symbol:
-    """What stands for a class: its objects become `Record`s."""
+    """Return the symbol of a class whose objects become `Record`s."""
     return Symbol(name, lambda *args, **kwargs: Record(name, args, kwargs))
 
 
 def symbols(*names: str) -> dict[str, Symbol]:
-    """Table entries for names that may be mentioned but not called, such as dtypes."""
+    """Return table entries for names that may occur but not be called, such as dtypes."""
     return {name: Symbol(name) for name in names}
 
 
 def makers(functions: Mapping[str, Callable[..., Any]]) -> dict[str, Symbol]:
-    """Table entries for constructors, by qualified name, that we replace by functions of our own."""
+    """Return table entries for constructors, by qualified name, that are replaced by functions of this module."""
     return {name: Symbol(name, make) for name, make in functions.items()}
 
 
@@ -228,8 +228,8 @@ def load_pickle(
 ) -> Any:
     """Read one pickle without importing or calling anything it names.
 
-    Names are looked up in `allowed`; objects of classes that begin with one of `records` are kept as `Record`s. It may
-    refer to storages of torch only `with_storages`. What it returns may be shared or cyclic: walk it with a limit.
+    Names are looked up in `allowed`; objects of classes whose names start with one of `records` become `Record`s.
+    torch storages are allowed only `with_storages`. The result may be shared or cyclic: walk it with a limit.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         data = data.read(max_bytes + 1)
@@ -260,7 +260,7 @@ class StorageRef:
     """One storage of a `torch.save` file."""
 
     key: str
-    """Its record is `data/<key>` of the zip."""
+    """Name of its record in the zip, without `data/`."""
     dtype: str
     num_bytes: int
 
@@ -272,13 +272,13 @@ class TensorRef:
     storage: StorageRef
     dtype: str
     offset: int
-    """In elements."""
+    """Offset in elements."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one after another, row-major."""
+        """Whether the elements are contiguous in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -289,7 +289,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class ShardedRef:
-    """A ShardedTensor: this rank's parts of a larger tensor."""
+    """A ShardedTensor: one rank's chunks of a larger tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -298,27 +298,27 @@ class ShardedRef:
 
 @dataclass(frozen=True, slots=True)
 class DTensorRef:
-    """A DTensor: this rank's part of a larger tensor."""
+    """A DTensor: one rank's shard of a larger tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     local: TensorRef
     placements: tuple[tuple[Any, ...], ...]
-    """One a mesh axis: `("shard", dim)`, `("strided", dim)`, `("replicate",)` or `("partial",)`."""
+    """One placement per mesh axis: `("shard", dim)`, `("strided", dim)`, `("replicate",)` or `("partial",)`."""
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
-    """Where in the mesh the rank that wrote it stood; None where the file does not say."""
+    """Mesh coordinate of the rank that wrote it; None if the file does not record it."""
 
 
 def dtype_name(symbol: Any) -> str:
-    """`float32` from the symbol `torch.float32`."""
+    """Return the dtype's name, such as `float32` for the symbol `torch.float32`."""
     if isinstance(symbol, Symbol) and (name := symbol.name.removeprefix("torch.")) in ITEM_BYTES:
         return name
     raise ValueError(f"{symbol!r} is not a dtype")
 
 
 def make_storage(identity: Any) -> StorageRef:
-    """The storage that a persistent id of torch means."""
+    """Return the storage that a persistent id of torch describes."""
     kind, storage_type, key, _location, numel = identity
     if kind != "storage" or not isinstance(key, str) or not isinstance(storage_type, Symbol):
         raise ValueError(f"{identity!r} is not a storage")
@@ -327,7 +327,7 @@ def make_storage(identity: Any) -> StorageRef:
 
 
 def make_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TensorRef:
-    """`_rebuild_tensor`, `_v2`, and `_v3` for dtypes that have no storage class: it names them."""
+    """Replace `_rebuild_tensor`, `_v2`, and `_v3`; the last has an argument for dtypes without a storage class."""
     if not isinstance(storage, StorageRef):
         raise ValueError("a tensor without a storage")
     dtypes = [each for each in rest if isinstance(each, Symbol)]
@@ -342,12 +342,12 @@ def make_tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -
 
 
 def make_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """`_rebuild_from_type_v2`: a tensor subclass, or a tensor with attributes."""
+    """Replace `_rebuild_from_type_v2`: a tensor subclass, or a tensor with attributes."""
     if not isinstance(function, Symbol) or function.make is None:
         raise ValueError("a tensor with an unknown rebuild function")
     made = function.make(*args)
     if not isinstance(made, Record):
-        return made  # a tensor with Python attributes of its own
+        return made  # a tensor with Python attributes
     made.state = state
     return _sharded(made) if kind.name.endswith("ShardedTensor") else _dtensor(made)
 
@@ -383,14 +383,14 @@ def _mesh_shape(fields: Mapping[str, Any]) -> tuple[int, ...]:
     if isinstance(mesh := fields.get("mesh", fields.get("_mesh")), TensorRef):  # torch before 2.9
         return mesh.shape
     layout = fields["_layout"]
-    if "axes" in layout.fields:  # torch from 2.13 on
+    if "axes" in layout.fields:  # torch 2.13 or newer
         return tuple(_axis_length(axis.fields["shape"]) for axis in layout.fields["axes"])
     shape = layout.fields["shape"] if layout.fields else layout.args[0]
     return tuple(map(_axis_length, shape)) if isinstance(shape, tuple) else (_axis_length(shape),)
 
 
 def _axis_length(shape: Any) -> int:
-    """The ranks along one mesh axis; a flattened axis keeps those it was made of."""
+    """Return the number of ranks along one mesh axis; a flattened axis has the sizes of its original axes."""
     return math.prod(sizes_of(shape)) if isinstance(shape, (tuple, list)) else count_of(shape)
 
 
@@ -404,7 +404,7 @@ def _placement(placement: Record) -> tuple[Any, ...]:
 def read_torch_pickle(data: bytes, *, where: str = "", max_bytes: int = MAX_PICKLE_BYTES) -> Any:
     """Read `data.pkl` of a `torch.save` file, or the `.metadata` of a Distributed Checkpoint.
 
-    `TensorRef`, `ShardedRef` or `DTensorRef` stand in place of tensors.
+    Tensors are replaced by `TensorRef`, `ShardedRef` or `DTensorRef`.
     """
     return load_pickle(
         data, allowed=_KNOWN, records=_DATA_CLASSES, with_storages=True, where=where, max_bytes=max_bytes
@@ -418,7 +418,7 @@ def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
 
 
 def _get_attribute(owner: Any, name: Any) -> Symbol:
-    """How pickles before protocol 4 name a nested class or a member of an enumeration: we only note the name."""
+    """Replace `getattr`, by which pickles before protocol 4 name nested classes and enum members."""
     if not isinstance(owner, Symbol) or not isinstance(name, str):
         raise ValueError("getattr of something that is not a known class")
     return record(f"{owner.name}.{name}")
@@ -431,7 +431,7 @@ def _as_set(values: Any = ()) -> set[Any]:
 
 
 def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
-    """How pickles before protocol 3 write bytes."""
+    """Replace `_codecs.encode`, by which pickles before protocol 3 store bytes."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
         raise ValueError("bytes in an unknown encoding")
     return text.encode("latin1")
@@ -446,7 +446,7 @@ _BUILTINS = {
     "set": _as_set,
     "frozenset": lambda values=(): frozenset(_as_set(values)),
     "complex": complex,
-    "bytes": lambda: b"",  # how pickles before protocol 3 write empty ones
+    "bytes": lambda: b"",  # pickles before protocol 3 store empty bytes so
 }
 _KNOWN: Mapping[str, Symbol] = {
     **makers(
@@ -472,7 +472,7 @@ _KNOWN: Mapping[str, Symbol] = {
     **symbols(*(f"torch.{name}" for name in STORAGE_DTYPES)),
     **symbols("torch.storage.UntypedStorage", "torch.Tensor", "torch.nn.parameter.Parameter"),
 }
-"""What `.metadata` and `torch.save` files may name besides `_DATA_CLASSES`."""
+"""Names that `.metadata` and `torch.save` files may contain in addition to `_DATA_CLASSES`."""
 
 _DATA_CLASSES = (
     "argparse.Namespace",
@@ -487,5 +487,5 @@ _DATA_CLASSES = (
     "torch.distributed.remote_device._remote_device",
     "torch.distributed.tensor.",
 )
-"""Beginnings of the names of classes whose objects are kept as what they say: tensors' metadata, and what stands beside
-tensors in many training states."""
+"""Prefixes of classes whose objects become `Record`s: metadata of tensors, and other objects common in training
+states."""

@@ -1,4 +1,4 @@
-"""Files of torch.save: an index of their records, a writer that streams, a reader that runs none of their pickles."""
+"""Files of torch.save: an index of their records, a streaming writer, and a reader that executes no pickle."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from shardwise.errors import CheckpointError
 LOCAL, CENTRAL, END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
 END64, LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
 MAX32 = 0xFFFFFFFF
-"""Stands in a 32-bit field whose value is in a 64-bit one."""
+"""Value of a 32-bit field whose value is stored in a 64-bit field."""
 _MAX_DIRECTORY_BYTES = 1 << 28
 _ZIP_ERRORS = (OSError, ValueError, RuntimeError, EOFError, OverflowError, IndexError, struct.error)
 
 
 class ZipIndex:
-    """The directory of a stream, of which `read(offset, count)` gives bytes."""
+    """The directory of a zip stream; `read(offset, count)` returns bytes of the stream."""
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, *, where: str) -> None:
         self._read, self._num_bytes, self.where = read, num_bytes, where
         self.records: dict[str, zipfile.ZipInfo] = {}
-        """By name, without the archive's own name in front."""
+        """Records by name, without the archive's name."""
         self.archive = ""
-        """That name: torch takes the name of the file it writes, without its ending."""
+        """The archive's name: torch uses the name of the written file without its suffix."""
         try:
             found = zipfile.ZipFile(_Stream(read, num_bytes)).infolist()
         except (zipfile.BadZipFile, *_ZIP_ERRORS) as error:
@@ -50,14 +50,14 @@ class ZipIndex:
             self.records[name] = info
 
     def read_record(self, name: str, limit: int) -> bytes:
-        """All bytes of a small record."""
+        """Return all bytes of a small record."""
         offset, size = self.locate(name)
         if size > limit:
             raise self._damaged(f"its record {name} has {size:,} bytes, more than {limit:,}")
         return self._read(offset, size)
 
     def locate(self, name: str) -> tuple[int, int]:
-        """The byte of the stream at which a record's data start, and how many there are."""
+        """Return the offset of a record's data in the stream, and its size."""
         if (info := self.records.get(name)) is None:
             raise self._damaged(f"it has no record {name}")
         start = info.header_offset
@@ -74,7 +74,7 @@ class ZipIndex:
 
 
 class _Stream(io.BytesIO):
-    """Bytes of a file that are read when they are asked for, and never too many at once."""
+    """File-like access to a stream; reads bytes on demand, and limits the size of a read."""
 
     def __init__(self, read: Callable[[int, int], bytes], num_bytes: int) -> None:
         super().__init__()
@@ -102,19 +102,19 @@ class _Stream(io.BytesIO):
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function, by name."""
+    """A class or function, identified by name."""
 
     module: str
     name: str
 
 
 known_global = functools.cache(Global)
-"""The same object for the same name, so that a pickle names it once."""
+"""Cached, so that a pickle contains each name once."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """What the function returns for these arguments."""
+    """The result of calling a function with these arguments when the pickle is read."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -122,7 +122,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Instance:
-    """An object made without `__init__` and given this state."""
+    """An object created without `__init__`, with this state."""
 
     kind: Global
     state: Any
@@ -130,28 +130,28 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """What the reader knows under this identity: for torch, a storage."""
+    """An object outside the pickle, by its persistent id: for torch, a storage."""
 
     identity: tuple[Any, ...]
 
 
 def dumps(value: Any) -> bytes:
-    """The pickle of plain values, containers of them, and the classes of this module; anything else is refused."""
+    """Pickle plain values, containers of them, and this module's classes; raise for anything else."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2, fix_imports=False).dump(value)
     return buffer.getvalue()
 
 
-# The pickler in Python, which can write names of what is not there; stubs know only the one in C.
+# The pickler in Python, which can write names of modules that are not installed; type stubs know only the C one.
 _PythonPickler: Any = vars(pickle)["_Pickler"]
 
 
 class _Pickler(_PythonPickler):
-    """Python's own for plain values; classes and functions are written by name, and need not be there."""
+    """Python's pickler for plain values; classes and functions are written by name, and need not exist."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Refuse what is of another type than those known, which would run code when it is read."""
-        # By exact type: an IntEnum or a str subclass would come back as something else.
+        """Raise for other types: reading them would run code."""
+        # By exact type: an IntEnum or a str subclass would be read as another type.
         if type(obj) in self.dispatch:
             return NotImplemented
         raise CheckpointError(
@@ -161,7 +161,7 @@ class _Pickler(_PythonPickler):
         )
 
     def persistent_id(self, obj: Any) -> Any:
-        """A storage stands in the pickle as its identity."""
+        """Return the persistent id of a storage."""
         return obj.identity if isinstance(obj, Persistent) else None
 
     def _save_global(self, value: Global) -> None:
@@ -194,29 +194,29 @@ class _Pickler(_PythonPickler):
 
 
 _PREFIX = "archive/"
-_SMALL_ALIGNMENT = 64  # what torch.save uses, too
+_SMALL_ALIGNMENT = 64  # as in torch.save
 _LARGE_ALIGNMENT = 4096  # whole pages: the kernel copies them faster
 _LARGE_BYTES = 1 << 18
 _UTF8_FLAG = 0x800
 
 
 class ZipStream:
-    """Builds a `torch.save` stream record by record; the caller writes what each call returns, in that order.
+    """Builds a `torch.save` stream record by record; the caller writes the result of each call, in the order of calls.
 
-    Only the alignment of records depends on `start`, the byte of the file at which the stream starts.
+    `start` is the offset of the stream in its file; only the alignment of records depends on it.
     """
 
     def __init__(self, start: int = 0) -> None:
         self._start = start
-        self._entries: list[tuple[bytes, int, int, int]] = []  # name, size, crc, offset of its header
+        self._entries: list[tuple[bytes, int, int, int]] = []  # name, size, CRC, header offset
         self.num_bytes = 0
         """Bytes of the stream so far."""
 
     def record(self, name: str, num_bytes: int, *, crc: int = 0) -> bytes:
-        """The header of a record; `num_bytes` of data must follow it.
+        """Return the header of a record; `num_bytes` of data must follow.
 
-        torch never checks the CRC of a record, and one of tensor data would have to be known before the header:
-        left at 0, `torch.load` is content, `unzip` is not.
+        torch never verifies CRCs. The CRC of tensor data would have to be known before the header is written, so it is
+        0: `torch.load` accepts this, `unzip` does not.
         """
         label = (_PREFIX + name).encode()
         extra = struct.pack("<HHQQ", 1, 16, num_bytes, num_bytes) if num_bytes >= MAX32 else b""
@@ -233,16 +233,16 @@ class ZipStream:
         return header
 
     def whole(self, name: str, data: bytes) -> bytes:
-        """A small record with its data."""
+        """Return a small record with its header."""
         return self.record(name, len(data), crc=zlib.crc32(data)) + data
 
     def opening(self, pickled: bytes) -> bytes:
-        """The records that every stream has, around the pickle of what was saved."""
+        """Return the records of every stream, with the pickle of the saved object."""
         parts = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
         return b"".join(self.whole(name, data) for name, data in parts.items())
 
     def close(self) -> bytes:
-        """The directory, which ends the stream."""
+        """Return the directory, which ends the stream."""
         begin = self.num_bytes
         directory = b"".join(_central_entry(*entry) for entry in self._entries)
         count, size = len(self._entries), len(directory)
@@ -258,7 +258,7 @@ class ZipStream:
 
 
 def tensor_frame(dtype: str, shape: Sequence[int], *, start: int = 0) -> tuple[bytes, bytes]:
-    """What goes before and after a tensor's row-major bytes so that all three are what `torch.save` writes."""
+    """Return the bytes before and after a tensor's row-major bytes in a `torch.save` stream."""
     stream = ZipStream(start)
     head = stream.opening(dumps(tensor_call(dtype, shape, "0")))
     head += stream.record("data/0", math.prod(shape) * ITEM_BYTES[dtype])
@@ -266,18 +266,18 @@ def tensor_frame(dtype: str, shape: Sequence[int], *, start: int = 0) -> tuple[b
 
 
 def value_stream(value: Any) -> bytes:
-    """What `torch.save` writes for a plain value."""
+    """Return the `torch.save` stream of a plain value."""
     stream = ZipStream()
     head = stream.opening(dumps(value))
     return head + stream.close()
 
 
 def tensor_call(dtype: str, shape: Sequence[int], key: str) -> Call:
-    """How a pickle says: the contiguous tensor whose bytes are the record `data/<key>`."""
+    """Return the call that rebuilds the contiguous tensor stored in the record `data/<key>`."""
     sizes, num_elements = tuple(shape), math.prod(shape)
     strides = tuple(math.prod(max(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes)))
     no_hooks = Call(known_global("collections", "OrderedDict"), ())
-    if storage := DTYPES[dtype][2]:  # the others go as an untyped one with the dtype beside it
+    if storage := DTYPES[dtype][2]:  # others: an untyped storage and the dtype
         identity = ("storage", known_global("torch", storage), key, "cpu", num_elements)
         rebuild = known_global("torch._utils", "_rebuild_tensor_v2")
         return Call(rebuild, (Persistent(identity), 0, sizes, strides, False, no_hooks))
@@ -305,21 +305,21 @@ _MAX_CONTAINERS = 1 << 20
 
 @dataclass(slots=True)
 class TorchState:
-    """The leaves of a nested state dict, by flat name."""
+    """The leaves of a nested state dict by flat name."""
 
     tensors: dict[str, Ref] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     """Plain values: numbers, text, bytes, None, NumPy's arrays, and lists, tuples, sets and dictionaries of them."""
     structure: dict[str, KeyPath] = field(default_factory=dict)
-    """Flat name to the path it came from."""
+    """Path of keys by flat name."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Flat name to the class of a value that is not plain data (an array of objects)."""
+    """Class of each omitted value that is not plain data (an array of objects), by flat name."""
 
 
 def flatten_state(tree: Any, *, where: str = "") -> TorchState:
-    """Flatten what `read_torch_pickle` returned, with the names DCP would give.
+    """Flatten a result of `read_torch_pickle`, with the same names as DCP.
 
-    Dictionaries are always entered, lists where they hold a tensor or a dictionary; anything else is a leaf.
+    Dictionaries are always flattened, lists only if they contain a tensor or a dictionary; anything else is a leaf.
     """
     if not isinstance(tree, Mapping):
         raise _not_a_state(where, f"it holds a {type(tree).__name__}, not a dictionary of tensors")
@@ -342,18 +342,18 @@ def flatten_state(tree: Any, *, where: str = "") -> TorchState:
 
 
 class _Walk:
-    """Counts the containers that are entered: a pickle may share them, so that a small one can hold endless paths."""
+    """Counts visited containers: containers may be shared, so a small pickle can have an unlimited number of paths."""
 
     def __init__(self) -> None:
         self._left = _MAX_CONTAINERS
 
     def is_endless(self, depth: int) -> bool:
-        """Whether a container at this depth shows that the walk would not end."""
+        """Whether the depth or the number of visited containers exceeds the limit."""
         self._left -= 1
         return depth > _MAX_DEPTH or self._left < 0
 
     def is_entered(self, value: Any, depth: int = 0) -> bool:
-        """Whether DCP gives the items of a list names of their own: where a tensor or dictionary is among them."""
+        """Whether DCP flattens this list: it contains a tensor or a dictionary."""
         if not isinstance(value, (list, tuple)) or self.is_endless(depth):
             return False
         return any(
@@ -380,11 +380,11 @@ def _key(key: Any) -> str:
 
 
 class OpaqueValue(Exception):
-    """The name of a class whose objects are not plain data."""
+    """Raised for a value that is not plain data; the message is the name of its class."""
 
 
 def plain_value(value: Any, walk: _Walk | None = None, depth: int = 0) -> Any:
-    """What `read_torch_pickle` returned, if it is plain data; else an OpaqueValue is raised."""
+    """Return a result of `read_torch_pickle` as plain data; raise OpaqueValue if it is not."""
     walk = walk or _Walk()
     if value is None or isinstance(value, (str, int, float, complex, bytes)):
         return value
@@ -404,7 +404,7 @@ def plain_value(value: Any, walk: _Walk | None = None, depth: int = 0) -> Any:
 
 
 def _numpy_value(value: machine.Record) -> Any:
-    """The array or scalar whose bytes a pickle holds; an OpaqueValue for other objects of NumPy."""
+    """Return the array or scalar stored in a pickle; raise OpaqueValue for other NumPy objects."""
     try:
         import numpy
 
@@ -435,7 +435,7 @@ _MAX_BYTES = 1 << 28
 
 
 def checksum_record(pickled: bytes, storages: Mapping[str, Iterable[int]]) -> bytes:
-    """The record's data: checksums of the pickle, and of the blocks of each storage by its key."""
+    """Return the content of the checksum record: checksums of the pickle, and of each storage's blocks by key."""
     hexadecimal = {key: storage.to_hex(blocks) for key, blocks in storages.items()}
     ours = {
         "block_bytes": storage.BLOCK_BYTES,
@@ -446,7 +446,7 @@ def checksum_record(pickled: bytes, storages: Mapping[str, Iterable[int]]) -> by
 
 
 def _read_checksums(index: ZipIndex, pickled: bytes) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Bytes under one checksum, and the checksums of each storage by its key; 0 and none in files of others."""
+    """Return the bytes per checksum, and the checksums of each storage by key; 0 and empty for files without them."""
     if RECORD not in index.records:
         return 0, {}
     ours = json.loads(index.read_record(RECORD, _MAX_BYTES))
@@ -467,27 +467,27 @@ _MAX_COPIED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """A `torch.save` file, read as far as its pickle."""
+    """The index and the pickle of a `torch.save` file, without the tensors' bytes."""
 
     place: storage.Place
     state: TorchState
     storages: Mapping[str, tuple[int, int]]
-    """Storage key to the byte of the file at which it starts, and its bytes."""
+    """Offset in the file and number of bytes of each storage, by key."""
     num_bytes: int
     archive: str = ""
-    """What the file was called when it was written, without its ending."""
+    """Name of the file when it was written, without its suffix."""
     block_bytes: int = 0
-    """Bytes under one checksum; 0: the file has none."""
+    """Bytes per checksum; 0: the file has no checksums."""
     checksums: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of the blocks of each storage, by its key."""
+    """Checksums of each storage's blocks, by key."""
 
     @property
     def name(self) -> str:
-        """In its folder."""
+        """Name of the file in its folder."""
         return storage.split(self.place)[1]
 
     def chunk(self, tensor: machine.TensorRef, spec: ChunkSpec) -> StoredChunk:
-        """The tensor's elements as the chunk `spec` of a larger tensor."""
+        """Return the tensor's elements as the chunk `spec` of a larger tensor."""
         wanted = tensor.storage
         start, stored_bytes = self.storages.get(wanted.key, (0, -1))
         if stored_bytes < wanted.num_bytes:
@@ -518,7 +518,7 @@ class TorchFile:
 
 
 def is_torch_file(place: storage.Place) -> bool:
-    """Whether a file begins like one that `torch.save` writes."""
+    """Whether a file starts with the signature of `torch.save` files."""
     if (storage.size_of(place) or 0) < len(LOCAL):
         return False
     with storage.FileReader(place) as reader:
@@ -526,7 +526,7 @@ def is_torch_file(place: storage.Place) -> bool:
 
 
 def read_torch_file(path: str | storage.Place) -> TorchFile:
-    """Read a `torch.save` file as far as its pickle."""
+    """Read the index and the pickle of a `torch.save` file."""
     place = storage.place(path)
     where = str(place)
     size = storage.size_of(place)
