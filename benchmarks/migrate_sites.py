@@ -315,6 +315,35 @@ EIGHTH = {
     "wangshankun/FastVideo": "6a997fdbb41be9e49b1284bc778864c628f6be70",
     "wuwowuyi/DPO-Direct-Preference-Optimization-replication": "38825e8863872c387b0b8bceb475e68ab68948c2",
 }
+NINTH = {
+    "AdityaKulshrestha/Building-up-Llama": "17194e79ff5cb0a31eb22a2b22aaa582f1b21dbf",
+    "Anachronism-N/Causal-Forcing": "488618525957ae3cade33db242046f2c73679eda",
+    "Crazdrh/FSDP-TRAIN": "328eb1721aaabfaf21644a2419f47a47c739a55c",
+    "DarylFernandes99/custom-yolo-implmentation": "1f46a9bbbc45ce944d16b3839af6df45d3e89fdd",
+    "KhoomeiK/complexity-scaling": "a3dd90156742d868f62735df3e8413a8bb1169b7",
+    "Lightning-AI/lightning-thunder": "1e22aacb1aef6e79718a5ca2f49ab91b993cb4ef",
+    "MeiGen-AI/InfiniteTalk": "0107cd96421b3b1bef7728bde14447dbff7b2db2",
+    "NathanGodey/gapetron": "d3155e16abe70cdf3429eaf9274e8f93b36516bc",
+    "Pritiks23/FSDP-vs-PyTorch-Baseline-Training-Benchmark.": "4ead13fe22de6e5bdf45ab279817fd277f886177",
+    "RafaelRosendof/Python_projects": "ca6120c774f8471795e3ba7b53c593d04b0e711d",
+    "Rick0317/ML": "fee1279993f5f36b9a5b8c40968814009a861bd2",
+    "TinyLoopX/RLLaVA": "4753d4a946a494d29096dd66b93c0ce677b97fdc",
+    "Yaofang-Liu/Pusa-VidGen": "8a8c4f523a0cadb94ab7c9f1e0620a4847b92991",
+    "arunshar/pi-grpo": "ce27a692a530228194f23b045ca12548c44a0c9d",
+    "calvinvette/gpu-cluster-acceptance": "20d0c33adb4df7065169b1ab8d4b11b56af8920e",
+    "erfanzar/OST-OpenSourceTransformers": "7a3952d445ec819a1a25613eb9fb7796dff417fa",
+    "ermenkov/mlcrap": "6eab471b897af293d977671ae448489ddc470f1e",
+    "goravaa/machines": "4986c4d4245721c458602f7ec0b8723d06b1557f",
+    "icerain-alt/FSDPToys": "beda71f876bf07283ce0edf273a694471843ae3d",
+    "jzymet/red-teaming_via_post-training": "a1f43cd268c4a8dd25310986e8df3443ffd998df",
+    "krishnateja95/LangVision-NAS": "830a1e95bc1e6a82f71fdca163170c6c7d9a6203",
+    "kyutai-labs/ARC-Encoder": "3e04c971323bfe929548f59239fdc7673b97059b",
+    "mosaicml/composer": "6405188805a0054b4551ec49e4919c54c971d0e8",
+    "nehapradeep/rl-weight-broadcast": "89691499fbfd4a0c7d0b953e8661c811ca738da5",
+    "nveshaan/mccl_benchmark": "02676246463afdf69ef3947cd0c2184d72542d3a",
+    "nvidia-cosmos/cosmos-transfer1": "5005e823dbd478ad8e51f6bc28a913a13a994b5f",
+    "vodaiphuoc/Checkin_App": "903bd7de733e338a5f5a9325c4abfa201c500b29",
+}
 """Repositories and the commits that were read."""
 SETS = {
     "first": (REPOSITORIES, 20261117, 40),
@@ -325,6 +354,7 @@ SETS = {
     "sixth": (list(SIXTH), 20261122, 40),
     "seventh": (list(SEVENTH), 20261123, 20),
     "eighth": (list(EIGHTH), 20261124, 20),
+    "ninth": (list(NINTH), 20261125, 20),
 }
 """Repositories, seed and number of calls."""
 CLASS = "FullyShardedDataParallel"
