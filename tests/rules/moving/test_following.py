@@ -612,3 +612,21 @@ def test_a_unit_that_a_file_without_fsdp_runs_by_its_forward_is_called_itself(tm
     assert files["model.py"].output == UNIT_BY_NAME.replace("attention.forward(", "attention(")
     (tmp_path / "main.py").write_text(IMPORTS + "model = FSDP(b)\n")
     assert "model.py" not in {Path(one.path).name for one in migrate_files([tmp_path]).files}
+
+
+RUN_ELSEWHERE = "def show(model, batch):\n    return model.forward(batch)\n"
+"""The model is wrapped by some callers, and nothing shows what others hand over."""
+
+
+@pytest.mark.parametrize("given", ["model", "FSDP(model) if sharded else model"])
+def test_forward_of_a_model_that_is_sharded_on_some_runs_is_called_itself(given: str):
+    body = f"{RUN_ELSEWHERE}\n\ndef main(model, batch, sharded):\n    model = {given}\n    show(model, batch)\n"
+    text, findings = migrate(body)
+    assert ("return model(batch)" in text) == ("FSDP(" in given)
+    assert ("SW136" in codes(findings, Status.REWRITTEN)) == ("FSDP(" in given)
+
+
+def test_forward_of_an_object_that_is_no_module_is_left_alone():
+    policy = "class Policy:\n    def forward(self, batch):\n        return batch\n\n\n"
+    body = "def main(model, batch, sharded):\n    one = FSDP(model) if sharded else Policy()\n    one.forward(batch)\n"
+    assert "one.forward(batch)" in migrate(policy + body)[0]

@@ -176,7 +176,7 @@ _POLICY = re.compile(r"\b(?:transformer_layer_cls|ModuleWrapPolicy)\b")
 def rewrite_forward_calls(draft: FileDraft) -> None:
     """Call the model itself; for a part of it, say what happens."""
     for call, func in draft.method_calls("forward"):
-        is_model = draft.holds(func.value) is Holds.ALWAYS
+        is_model = draft.holds(func.value) is Holds.ALWAYS or _may_be_called(draft, func.value)
         if is_model or not units_named(draft.program).isdisjoint(_made_of(draft.context, func.value)):
             draft.edit(draft.span(func.value)[1], draft.span(func)[1], "")
             draft.taken.add(call)
@@ -189,6 +189,14 @@ def rewrite_forward_calls(draft: FileDraft) -> None:
                 "the forward of a part of the sharded model is called: it goes past FSDP2's gathering",
                 "call the part itself; if it is no unit of its own, model.unshard() before",
             )
+
+
+def _may_be_called(draft: FileDraft, node: ast.expr) -> bool:
+    """Whether an expression is a wrapped model on some runs, and on all of them what runs its forward when called."""
+    if not draft.holds(node) or draft.source(node) in ("self", "super()"):
+        return False
+    owners = [one.definition for one in draft.sharded.values(node) if one.definition is not None and not one.path]
+    return all(one.bases for one in owners)
 
 
 @once
