@@ -630,3 +630,38 @@ def test_forward_of_an_object_that_is_no_module_is_left_alone():
     policy = "class Policy:\n    def forward(self, batch):\n        return batch\n\n\n"
     body = "def main(model, batch, sharded):\n    one = FSDP(model) if sharded else Policy()\n    one.forward(batch)\n"
     assert "one.forward(batch)" in migrate(policy + body)[0]
+
+
+STARTS = "import torch.distributed as dist\n\n\ndef start():\n    dist.init_process_group('nccl')\n"
+OFFLOADED = IMPORTS + (
+    "from torch.distributed.fsdp import CPUOffload\n\n\ndef wrap(model, offload):\n"
+    "    return FSDP(model, cpu_offload=CPUOffload(offload_params=offload))\n"
+)
+STARTED_ELSEWHERE = {
+    "by_a_file_that_it_imports": (f"from start import start\n{OFFLOADED}", "", True),
+    "by_the_script_that_imports_both": (OFFLOADED, "from start import start\nfrom wrap import wrap\n", True),
+    "by_a_file_that_has_nothing_to_do_with_it": (OFFLOADED, "from wrap import wrap\n", False),
+    "and_by_itself": (f"from start import start\n{OFFLOADED}\n\n{STARTS.replace('start', 'begin')}", "", False),
+    "but_nothing_is_offloaded": (f"from start import start\n{OFFLOADED.replace('=offload)', '=False)')}", "", False),
+}
+
+
+@pytest.mark.parametrize("name", STARTED_ELSEWHERE)
+def test_gloo_joins_where_the_ranks_of_an_offloaded_model_are_started(tmp_path: Path, name: str):
+    wrap, main, is_told = STARTED_ELSEWHERE[name]
+    for stem, text in {"start": STARTS, "wrap": wrap, "main": main}.items():
+        (tmp_path / f"{stem}.py").write_text(text)
+    files = {Path(one.path).name: one for one in migrate_files([tmp_path]).files}
+    assert ("start.py" in files) == is_told
+    assert not is_told or files["start.py"].output == STARTS.replace("'nccl'", '"cpu:gloo,cuda:nccl"')
+
+
+def test_gloo_joins_where_the_other_rules_cannot_be_applied(tmp_path: Path):
+    """The file's own function has the name of one that emitted code imports."""
+    own = "with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n    state = model.state_dict()\n"
+    head = "from torch.distributed.fsdp import CPUOffload, StateDictType\nimport torch.distributed as dist\n"
+    make = "dist.init_process_group('nccl')\nmodel = FSDP(make(), cpu_offload=CPUOffload(offload_params=True))\n"
+    (tmp_path / "main.py").write_text(f"{IMPORTS}{head}{make}{own}\n\ndef get_model_state_dict(model):\n    pass\n")
+    (file,) = migrate_files([tmp_path]).files
+    assert "cpu:gloo,cuda:nccl" in file.output
+    assert "CPUOffloadPolicy()" in file.output

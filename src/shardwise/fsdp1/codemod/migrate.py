@@ -19,6 +19,7 @@ from shardwise.fsdp1.codemod.framework_files import convert_yaml, may_hold_confi
 from shardwise.fsdp1.codemod.model_calls import runs_units
 from shardwise.fsdp1.codemod.program import Program
 from shardwise.fsdp1.codemod.rewriting import imported_elsewhere, left_alone, rewrite, undone
+from shardwise.fsdp1.codemod.writing import starts_offloaded
 from shardwise.linting.files import LintSettings
 from shardwise.linting.lint import lint_text
 from shardwise.progress import Progress
@@ -155,7 +156,8 @@ def _rewrite_all(
     """The files as one program, and those that have findings or are changed, not checked yet."""
     program = Program({path: text for path, (text, _) in texts.items() if not path.endswith(_YAML)})
     jobs = [path for path, (text, _) in texts.items() if _is_concerned(path, text) or path in flow_of(program).files]
-    jobs += [path for path in program.texts if path not in jobs and runs_units(program, path)]
+    more = [path for path in program.texts if runs_units(program, path) or starts_offloaded(program, path)]
+    jobs = list(dict.fromkeys(jobs + more))
     left_alone(program)  # read once, before there are several processes that would each find out
 
     def work(path: str) -> MigratedFile:

@@ -7,14 +7,13 @@ import builtins
 import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
-from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, assemble
+from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
 from shardwise.fsdp1.codemod.flow import Holds, flow_of, wraps_models
 from shardwise.fsdp1.codemod.program import Program, is_constant, iterated_around, once
 from shardwise.fsdp1.codemod.state_calls import shards_in_groups
 from shardwise.source.syntax import (
     FSDP1,
     FileContext,
-    argument_of,
     attributes_in,
     calls_in,
     given_to,
@@ -360,27 +359,6 @@ def _is_guarded(draft: FileDraft, node: ast.Attribute) -> bool:
     asked = [one for test in tests for one in ast.walk(test) if isinstance(one, ast.Call)]
     asked = [one for one in asked if getattr(one.func, "id", "") in ("hasattr", "isinstance", "getattr")]
     return any(not draft.program.checks_fsdp(draft.context, one) for one in asked)
-
-
-_ASKS = r"\bCPUOffload\((?!\s*(?:offload_params\s*=\s*)?(?:False\s*)?\))"
-_OFFLOADS = re.compile(rf"{_ASKS}|\bcpu_offload\b[\"']?\s*[=:](?!\s*None|\s*CPUOffload\()")
-
-
-def rewrite_backends(draft: FileDraft) -> None:
-    """Add gloo to `init_process_group("nccl")` where the file asks FSDP to offload."""
-    text, helpers = draft.context.text, dict(assemble(draft.helpers, draft.features))
-    is_told = "CPUOffloadPolicy" in draft.names or "_offload_policy" in draft.helpers
-    is_told |= "_offload_policy" in helpers and any(map(_OFFLOADS.search, draft.program.texts.values()))
-    if not is_told and not ("offload=" in text and re.search(_ASKS, text)):
-        return
-    for call in draft.context.calls_to("torch.distributed.init_process_group"):
-        backend = argument_of(call, 0, "backend")
-        if isinstance(backend, ast.Constant) and backend.value == "nccl":
-            draft.replace(backend, '"cpu:gloo,cuda:nccl"')
-            draft.rewritten("SW129", call, "gloo joins nccl: offloaded gradients are on the CPU")
-        elif backend is not None and not isinstance(backend, ast.Constant):
-            message = "offloaded gradients are on the CPU, where NCCL cannot reduce them"
-            draft.reported("SW129", call, message, 'use "cpu:gloo,cuda:nccl" where the backend is "nccl"')
 
 
 _SCALER = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"

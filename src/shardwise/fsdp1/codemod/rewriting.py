@@ -35,7 +35,6 @@ from shardwise.fsdp1.codemod.leftovers import (
 )
 from shardwise.fsdp1.codemod.model_calls import (
     rewrite_after_forward,
-    rewrite_backends,
     rewrite_clipping,
     rewrite_forward_calls,
     rewrite_full_params,
@@ -47,7 +46,7 @@ from shardwise.fsdp1.codemod.order import move_optimizers, report_reentrant, rew
 from shardwise.fsdp1.codemod.parameters import report_numbers
 from shardwise.fsdp1.codemod.program import Program, once
 from shardwise.fsdp1.codemod.state_dicts import rewrite_state_dicts
-from shardwise.fsdp1.codemod.writing import rewrite_constructors, rewrite_enable_wrap
+from shardwise.fsdp1.codemod.writing import constructed, rewrite_backends, rewrite_constructors, rewrite_enable_wrap
 from shardwise.source.edits import apply, change, without_names
 from shardwise.source.syntax import FSDP1, FileContext, Function
 
@@ -263,13 +262,10 @@ def _framework_skipped(program: Program) -> str:
 def left_alone(program: Program) -> dict[str, str]:
     """The files that have FSDP(...) calls: the place of the first where none can be rewritten, else empty."""
     found = {}
-    for path, file in flow_of(program).files.items():
-        if file.constructors:
-            draft = FileDraft(file.context, program, "torch")
-            rewrite_constructors(draft)
-            calls = [note for note in draft.notes if note.code == constructors.CODE]
-            moves = any(note.status is Status.REWRITTEN for note in calls)
-            found[path] = f"FSDP(...) at {path}:{calls[0].line}" if calls and not moves else ""
+    for path, draft in constructed(program).items():
+        calls = [note for note in draft.notes if note.code == constructors.CODE]
+        moves = any(note.status is Status.REWRITTEN for note in calls)
+        found[path] = f"FSDP(...) at {path}:{calls[0].line}" if calls and not moves else ""
     return found
 
 
@@ -332,7 +328,7 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         message = "the file holds a copy of FSDP1 itself, and is left alone"
         draft.undecided("SW102", own, message, "use torch's fully_shard where this class is used, and remove the copy")
         return original, draft.notes
-    for rules in (_RULES, ()):
+    for rules in (_RULES, (rewrite_backends,)):
         draft = FileDraft(context, program, target)
         rewrite_constructors(draft)
         for rule in (rewrite_order, move_optimizers):  # belong to a rewritten constructor, whatever the file keeps

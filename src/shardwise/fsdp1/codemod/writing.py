@@ -9,7 +9,8 @@ from pathlib import PurePath
 from shardwise.config.fsdp1_names import NOT_NEEDED
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.constructors import CODE, Options, Wrap, are_nested, moved_text
-from shardwise.fsdp1.codemod.draft import FEATURES, KEEP_FSDP1_API, Blocked, FileDraft
+from shardwise.fsdp1.codemod.draft import FEATURES, KEEP_FSDP1_API, Blocked, FileDraft, assemble
+from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.order import (
     goes_elsewhere,
     groups_by_name,
@@ -26,9 +27,19 @@ from shardwise.fsdp1.codemod.program import (
     is_none,
     is_simple,
     iterated_around,
+    once,
     single_value,
 )
-from shardwise.source.syntax import FSDP1, Binding, Comprehension, FileContext, Function, all_parameters, given_to
+from shardwise.source.syntax import (
+    FSDP1,
+    Binding,
+    Comprehension,
+    FileContext,
+    Function,
+    all_parameters,
+    argument_of,
+    given_to,
+)
 
 _PARTS = re.compile(r"\.(named_)?(modules|children)\(|\b\w*(layers|blocks)\b")
 
@@ -422,3 +433,54 @@ def rewrite_constructors(draft: FileDraft) -> None:
         except Blocked as blocked:
             fix = f"{blocked.fix}; or {KEEP_FSDP1_API}"
             draft.undecided(CODE, call, f"FSDP(...) is left alone: {blocked.why}", fix)
+
+
+@once
+def constructed(program: Program) -> dict[str, FileDraft]:
+    """The files that have FSDP(...) calls, with these rewritten to torch."""
+    files = {path: file for path, file in flow_of(program).files.items() if file.constructors}
+    drafts = {path: FileDraft(file.context, program, "torch") for path, file in files.items()}
+    for draft in drafts.values():
+        rewrite_constructors(draft)
+    return drafts
+
+
+_ASKS = r"\bCPUOffload\((?!\s*(?:offload_params\s*=\s*)?(?:False\s*)?\))"
+_OFFLOADS = re.compile(rf"{_ASKS}|\bcpu_offload\b[\"']?\s*[=:](?!\s*None|\s*CPUOffload\()")
+_STARTS = "init_process_group("
+
+
+@once
+def _offloading(program: Program) -> list[str]:
+    """The files whose models are offloaded to the CPU, at least on some runs."""
+    asks, found = any(map(_OFFLOADS.search, program.texts.values())), []
+    for path, draft in constructed(program).items():
+        is_asked = asks and "_offload_policy" in dict(assemble(draft.helpers, draft.features))
+        if is_asked or "CPUOffloadPolicy" in draft.names or "_offload_policy" in draft.helpers:
+            found.append(path)
+    return found
+
+
+def starts_offloaded(program: Program, path: str) -> bool:
+    """Whether a file starts the process group of a model that is offloaded: in it, or in a file that starts none."""
+    text, flow = program.texts[path], flow_of(program)
+    offloading = _offloading(program) if _STARTS in text else []
+    others = {one for one in offloading if _STARTS not in program.texts[one]}
+    reached = [flow.reached_by(one) for one in (path, *flow.files)] if others else []
+    return path in offloading or any(path in some and not others.isdisjoint(some) for some in reached)
+
+
+def rewrite_backends(draft: FileDraft) -> None:
+    """Add gloo to `init_process_group("nccl")` where FSDP is asked to offload."""
+    text = draft.context.text
+    is_framework = not draft.sharded.constructors and "offload=" in text and re.search(_ASKS, text)
+    if not is_framework and not starts_offloaded(draft.program, draft.context.path):
+        return
+    for call in draft.context.calls_to("torch.distributed.init_process_group"):
+        backend = argument_of(call, 0, "backend")
+        if isinstance(backend, ast.Constant) and backend.value == "nccl":
+            draft.replace(backend, '"cpu:gloo,cuda:nccl"')
+            draft.rewritten("SW129", call, "gloo joins nccl: offloaded gradients are on the CPU")
+        elif backend is not None and not isinstance(backend, ast.Constant):
+            message = "offloaded gradients are on the CPU, where NCCL cannot reduce them"
+            draft.reported("SW129", call, message, 'use "cpu:gloo,cuda:nccl" where the backend is "nccl"')
