@@ -656,12 +656,26 @@ def test_gloo_joins_where_the_ranks_of_an_offloaded_model_are_started(tmp_path: 
     assert not is_told or files["start.py"].output == STARTS.replace("'nccl'", '"cpu:gloo,cuda:nccl"')
 
 
-def test_gloo_joins_where_the_other_rules_cannot_be_applied(tmp_path: Path):
-    """The file's own function has the name of one that emitted code imports."""
-    own = "with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n    state = model.state_dict()\n"
+OWN_NAME = """
+dist.init_process_group("nccl")
+model = FSDP(make(), cpu_offload=CPUOffload(offload_params=True))
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+    state = model.state_dict()
+
+
+def get_model_state_dict(model):
+    return model.state_dict()
+
+
+get_model_state_dict(plain)
+"""
+
+
+def test_function_with_the_name_of_one_that_emitted_code_calls_keeps_it():
     head = "from torch.distributed.fsdp import CPUOffload, StateDictType\nimport torch.distributed as dist\n"
-    make = "dist.init_process_group('nccl')\nmodel = FSDP(make(), cpu_offload=CPUOffload(offload_params=True))\n"
-    (tmp_path / "main.py").write_text(f"{IMPORTS}{head}{make}{own}\n\ndef get_model_state_dict(model):\n    pass\n")
-    (file,) = migrate_files([tmp_path]).files
-    assert "cpu:gloo,cuda:nccl" in file.output
-    assert "CPUOffloadPolicy()" in file.output
+    text, findings = migrate(head + OWN_NAME)
+    assert "    get_model_state_dict as fsdp2_get_model_state_dict,\n" in text
+    assert "\nstate = fsdp2_get_model_state_dict(model, options=" in text
+    assert "\nget_model_state_dict(plain)\n" in text
+    assert "cpu:gloo,cuda:nccl" in text
+    assert codes(findings, Status.NEEDS_DECISION) == []

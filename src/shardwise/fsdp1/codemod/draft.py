@@ -25,6 +25,7 @@ _FEATURES += "strategy process_group device_mesh device_id"
 FEATURES = frozenset(_FEATURES.split())
 """Parameters of helpers that only some programs need."""
 _PREFIX = "_fsdp2"
+IMPORTED_AS = "fsdp2_"
 _UNMISTAKABLE = {"CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy"}
 
 
@@ -180,6 +181,8 @@ class FileDraft:
     notes: list[SourceFinding] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     """Names that need an import."""
+    renamed: set[str] = field(default_factory=set)
+    """Those that the file uses for something else, imported under another name."""
     helpers: set[str] = field(default_factory=set)
     """Functions and classes to emit."""
     features: set[str] = field(default_factory=set)
@@ -194,7 +197,7 @@ class FileDraft:
 
     def snapshot(self) -> dict[str, Any]:
         """What `restore` goes back to."""
-        parts = ("edits", "notes", "names", "helpers", "features", "taken")
+        parts = ("edits", "notes", "names", "renamed", "helpers", "features", "taken")
         return {name: copy.copy(getattr(self, name)) for name in parts}
 
     def restore(self, earlier: dict[str, Any]) -> None:
@@ -238,10 +241,17 @@ class FileDraft:
         return self.context.positions.span(node)
 
     def name(self, wanted: str) -> str:
-        """Use an importable name in emitted code."""
+        """Use an importable name in emitted code; the name that it has in this file.
+
+        A file with its own `get_model_state_dict` keeps it. With its own `fully_shard` it may know FSDP2 already, and
+        the name is refused later.
+        """
         assert wanted in origins(), wanted
-        self.names.add(wanted)
-        return wanted
+        bindings = self.context.scopes[self.context.tree].names.get(wanted, [])
+        is_taken = bool(bindings) and not any(is_ours(wanted, one.origin) for one in bindings)
+        is_taken &= origins()[wanted].startswith("torch.distributed.checkpoint.")
+        (self.renamed if is_taken else self.names).add(wanted)
+        return f"{IMPORTED_AS}{wanted}" if is_taken else wanted
 
     def helper(self, wanted: str, *features: str) -> str:
         """Use a helper function or class in emitted code; its name in this file."""

@@ -14,6 +14,7 @@ from shardwise.errors import SourceError
 from shardwise.findings import Edit, Severity, SourceFinding, Status
 from shardwise.fsdp1.codemod import constructors
 from shardwise.fsdp1.codemod.draft import (
+    IMPORTED_AS,
     KEEP_FSDP1_API,
     Blocked,
     FileDraft,
@@ -72,7 +73,7 @@ def finish(draft: FileDraft) -> str:
     there, helpers = emitted_in(after), assemble(draft.helpers, draft.features)
     named = {name: name_in(after, name) for name, _ in helpers}
     pieces = [piece for name, piece in helpers if named[name] not in there]
-    missing, renamed = _missing(after, draft.names.union(*map(names_used, pieces)))
+    missing, renamed = _missing(after, draft.names.union(*map(names_used, pieces)) - draft.renamed)
     if clash := sorted(draft.names & renamed.keys()):
         raise SourceError(
             f"{clash[0]} means something else in this file",
@@ -80,6 +81,8 @@ def finish(draft: FileDraft) -> str:
             why="emitted code uses the name as torch does",
             fix="rename it",
         )
+    missing = sorted({*missing, *draft.renamed})
+    renamed |= {name: f"{IMPORTED_AS}{name}" for name in draft.renamed}
     block = "\n\n\n".join(pieces)
     for old, new in {**renamed, **named}.items():
         block = re.sub(rf"\b{old}\b", new, block)
@@ -132,7 +135,7 @@ def _missing(after: FileContext, wanted: set[str]) -> tuple[list[str], dict[str,
         if any(isinstance(parents.get(parents.get(node, node)), ast.Module) for node in ours):
             continue  # imported at the top of the file, whatever happens
         if bindings and not ours:
-            renamed[name] = f"fsdp2_{name}"
+            renamed[name] = f"{IMPORTED_AS}{name}"
         missing.append(name)
     return missing, renamed
 
@@ -328,7 +331,7 @@ def rewrite(context: FileContext, program: Program, target: str) -> tuple[str, l
         message = "the file holds a copy of FSDP1 itself, and is left alone"
         draft.undecided("SW102", own, message, "use torch's fully_shard where this class is used, and remove the copy")
         return original, draft.notes
-    for rules in (_RULES, (rewrite_backends,)):
+    for rules in (_RULES, ()):
         draft = FileDraft(context, program, target)
         rewrite_constructors(draft)
         for rule in (rewrite_order, move_optimizers):  # belong to a rewritten constructor, whatever the file keeps
