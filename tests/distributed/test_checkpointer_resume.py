@@ -99,7 +99,7 @@ def load_own_data(rank: int, folder: Path) -> None:
     with Checkpointer(folder) as checkpointer:
         with pytest.raises(CheckpointError, match=r"(?s)data: its state differed between the 4 ranks") as caught:
             checkpointer.load(**run.parts)
-        assert "leave it out" in str(caught.value)
+        assert "omit it from load()" in str(caught.value)
         assert_equal(everything(run), before)
         checkpointer.load(**run.shared_parts)
         assert checkpointer.notes == ()  # both ranks had random numbers in it
@@ -113,7 +113,7 @@ def load_on_more_ranks(rank: int, folder: Path) -> None:
     run = Training(rank, mesh_1d(4))
     with Checkpointer(folder) as checkpointer:
         checkpointer.load(**run.shared_parts)
-        assert [("follow from rank 0" in note) for note in checkpointer.notes] == ([] if rank < 1 else [True])
+        assert [("derived from rank 0" in note) for note in checkpointer.notes] == ([] if rank < 1 else [True])
     draws = torch.stack([torch.rand(4), torch.randn(4)]).flatten()
     all_draws = [torch.empty_like(draws) for _ in range(4)]
     dist.all_gather(all_draws, draws)

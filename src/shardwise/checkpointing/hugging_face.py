@@ -43,7 +43,7 @@ def concatenate(tensors: Sequence[StoredTensor], dim: int) -> StoredTensor:
     dim %= len(first.shape)
     others = {(tensor.dtype, tensor.shape[:dim], tensor.shape[dim + 1 :]) for tensor in tensors}
     if len(others) > 1 or any(len(tensor.shape) != len(first.shape) for tensor in tensors):
-        raise ValueError(f"{first.name} and what it is joined with do not have the same shape and dtype")
+        raise ValueError(f"{first.name} and the tensors to concatenate with it differ in shape or dtype")
     chunks: list[StoredChunk] = []
     end = 0
     for tensor in tensors:

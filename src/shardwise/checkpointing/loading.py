@@ -100,7 +100,7 @@ class LoadPlan:
             if strict or self._names_under(f"{key}."):
                 self._plan_object((key,), item.state_dict(), item.load_state_dict)
             else:
-                self.notes.append(f"{key} is not in the checkpoint and was left as it is")
+                self.notes.append(f"{key} is not in the checkpoint and is unchanged")
         if self._names_under("extra."):
             self._plan_object(("extra",), {}, lambda value: setattr(self, "extra", value))
         if rng:
@@ -109,9 +109,9 @@ class LoadPlan:
             raise CheckpointError(
                 f"the checkpoint does not match this run: {len(self._problems)} problems",
                 where="\n".join([str(contents.path), *listed(self._problems, _MAX_LINES)]),
-                why="everything that is stored of an object must find its place"
+                why="every stored value of an object must be restored"
                 if strict
-                else "what is loaded must be there, and of the right shape",
+                else "every value to load must be stored, with the right shape",
                 fix="load the objects that were saved, or omit objects that should keep their initial state"
                 + ("; strict=False loads what fits" if strict else ""),
             )
@@ -234,7 +234,7 @@ class LoadPlan:
         for name in own or self._names_under("rng.0."):
             self._random_numbers[name.split(".")[2]] = self._read_whole(name)
         if self._random_numbers and not own:
-            self.notes.append(f"rank {self._rank} had no random numbers in the checkpoint; they follow from rank 0's")
+            self.notes.append(f"rank {self._rank} has no random state in the checkpoint; it is derived from rank 0's")
 
     def _plan_object(self, path: KeyPath, live: Any, put: Callable[[Any], object]) -> None:
         """Plan to read the state under `path`, directly into tensors of `live` that match, and to pass it to `put`."""
@@ -245,7 +245,7 @@ class LoadPlan:
         if layout is None and not names:
             self._problems.append(f"{key}: not in the checkpoint")
             return
-        if self._refuse_differing(f"{key}.", "leave it out of load() to continue without it"):
+        if self._refuse_differing(f"{key}.", "omit it from load() to continue without it"):
             return
         try:
             current = run_state.flatten(live, path)[0].tensors
@@ -280,8 +280,8 @@ class LoadPlan:
             self._refuse_differing(f"{prefix}.", "strict=False takes rank 0's")
             live = {name for group in groups for name in group.names}
             known = {name for names, _ in stored_groups for name in names} | set(states)
-            problems += [f"{prefix}: {name} has no place in the stored groups" for name in sorted(live - known)]
-            problems += [f"{prefix}: {name} was optimized, and is not now" for name in sorted(known - live)]
+            problems += [f"{prefix}: {name} is in no stored group" for name in sorted(live - known)]
+            problems += [f"{prefix}: {name} was optimized when saved, but is not now" for name in sorted(known - live)]
         kinds: Mapping[str, run_state.Kind] = self.contents.values.get(f"{prefix}.{run_state.KINDS}", {})
         is_flat = self.contents.details.get("has_flat_groups", False)  # groups with equal options are stored as one
         for place, group in enumerate(groups):
@@ -497,7 +497,7 @@ def _refuse_other_weights(plan: LoadPlan, ranks: Ranks) -> None:
     digests = gather_objects(hashlib.sha256(described.encode()).hexdigest(), group=ranks)
     if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(
-            f"ranks {differing} find weights or have a model different from the first",
+            f"ranks {differing} have other weights or another model than the first rank",
             where=str(plan.contents.path),
             why="all ranks load parts of the same tensors",
             fix="copy the same files to every machine, or pass broadcast=True to use those of the first",

@@ -461,7 +461,7 @@ class Checkpointer:
         raise CheckpointError(
             "there is no checkpoint to load" if step is None else f"there is no checkpoint of step {step}",
             where=str(self.folder),
-            why=f"committed are the steps {steps}" if steps else "no save into this folder was ever committed",
+            why=f"the committed steps are {steps}" if steps else "no save into this folder was ever committed",
             fix=f"load step {steps[-1]}, the latest" if steps else "check the folder, or start a new run",
         )
 
@@ -498,7 +498,7 @@ class Checkpointer:
     def _check_usable(self) -> None:
         """Raise if the Checkpointer is closed, or if other ranks do not make this call. Collective."""
         if self._is_closed:
-            raise CheckpointError("the Checkpointer is closed", where=str(self.folder), fix="make a new one")
+            raise CheckpointError("the Checkpointer is closed", where=str(self.folder), fix="create a new one")
         if self._channel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
             raise CheckpointError(
                 f"the Checkpointer was created for one rank, and there are {dist.get_world_size()}",

@@ -76,9 +76,9 @@ def with_our_names(contents: Contents) -> Contents:
         new = ".".join(map(str, renamed))
         if new in structure:
             raise CheckpointError(
-                f"{name} would be called {new}, which is taken",
+                f"{name} would be renamed to {new}, which already exists",
                 where=str(contents.path),
-                why="wrapper prefixes are removed from names, and two names become equal",
+                why="wrapper prefixes are removed from names, which makes two names equal",
                 fix="save the models or optimizers in separate dictionaries",
             )
         structure[new] = renamed
@@ -134,10 +134,10 @@ def only_model(contents: Contents) -> Contents:
     if not paths or any(len(path) != 2 for path in paths.values()):
         models = sorted({str(path[1]) for path in paths.values() if len(path) > 2})
         raise CheckpointError(
-            f"the checkpoint holds {len(models)} models: {', '.join(models)}" if models else "there is no model in it",
+            f"the checkpoint holds {len(models)} models: {', '.join(models)}" if models else "the file holds no model",
             where=str(contents.path),
             why="a file of weights holds one model",
-            fix="convert to dcp or full instead, which hold all of them",
+            fix="convert to dcp or full instead, which store several models",
         )
     tensors = {str(path[1]): replace(contents.tensors[name], name=str(path[1])) for name, path in paths.items()}
     structure: dict[str, KeyPath] = {name: (name,) for name in tensors}

@@ -198,7 +198,7 @@ class RangeReader(threading.local):
             parts = ([before] if first < start else []) + parts + ([after] if last > stop else [])
             if storage.checksum_of_parts(parts) != chunk.checksums[first // block]:
                 raise storage.damaged(
-                    f"the checkpoint is damaged: bytes of {item.tensor.name} are not those that were saved",
+                    f"the checkpoint is damaged: bytes of {item.tensor.name} differ from those that were saved",
                     f"{file}, bytes {chunk.offset + first:,} to {chunk.offset + last:,}",
                     "their checksum differs: the disk, the network or a program has changed the file",
                     storage.COPY_AGAIN + "; `shardwise ckpt verify` lists all damage",
@@ -251,7 +251,7 @@ def check_requests(contents: Contents, requests: Iterable[Request]) -> list[str]
 def _problem(tensor: StoredTensor, request: Request) -> str:
     """Return why a request cannot be served; empty if it can."""
     if not request.spec.lies_in(tensor.shape):
-        return f"has shape {list(tensor.shape)}, and {request.spec} lies outside"
+        return f"has shape {list(tensor.shape)}, but {request.spec} was requested"
     if tuple(request.target.shape) != request.spec.sizes:
         return f"is read into memory of shape {list(request.target.shape)}, which {request.spec} does not fit"
     return tensor.problem(request.spec)

@@ -147,7 +147,7 @@ def set_encoded_random_state(states: Mapping[str, torch.Tensor]) -> None:
             set_random_state({name: _from_bytes(state) if name in ("python", "numpy") else state})
         except (ValueError, TypeError, RuntimeError, KeyError) as error:
             raise CheckpointError(
-                f"the state of {name}'s random numbers cannot be set",
+                f"the random state of {name} cannot be restored",
                 where=f"rng.{name}",
                 why=str(error),
                 fix="load without it: Checkpointer(..., rng=False)",
@@ -527,16 +527,16 @@ def _check_names(run: RunObjects) -> None:
             problems.append(f"optimizers[{key!r}] is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     for key, item in run.objects.items():
         if key in RESERVED:
-            problems.append(f"{key} is a name that checkpoints use themselves")
+            problems.append(f"{key} is a reserved name in checkpoints")
         elif isinstance(item, Optimizer | nn.Module):
             problems.append(f"{key} is a {type(item).__name__}: pass it in model= or optimizers=, by name if several")
         elif not isinstance(item, Stateful):
             problems.append(f"{key} is a {type(item).__name__}, which has no state_dict() and load_state_dict()")
     names = [*run.models, *run.optimizers, *run.objects]
-    problems += [f"{name!r} has a dot in it" for name in names if "." in name]
+    problems += [f"{name!r} contains a dot" for name in names if "." in name]
     if problems:
         raise ConfigError(
-            "a checkpoint cannot be made of these objects" if len(problems) > 1 else problems[0],
+            "these objects cannot be saved in a checkpoint" if len(problems) > 1 else problems[0],
             where="\n".join(problems) if len(problems) > 1 else "Checkpointer.save and load",
             why="each is stored under its name and restored through its state dict",
             fix="pass objects with state_dict() and load_state_dict(); plain values go into extra={...}",

@@ -126,7 +126,7 @@ def place(path: str | Path) -> Place:
             f"{text} is a URL that pathlib has changed",
             where=text,
             why="a Path has one slash where a URL has two, and would be a folder on the local disk",
-            fix="give the URL as a string",
+            fix="pass the URL as a string",
         )
     return text.rstrip("/") if "://" in text and isinstance(path, str) else Path(path)
 
@@ -159,7 +159,7 @@ def check_name(name: str, *, where: str) -> str:
         raise CheckpointError(
             f"the checkpoint names a file outside its folder: {name[:200]!r}",
             where=where,
-            why="files of a checkpoint lie in its own folder; anything else may be an attack",
+            why="files of a checkpoint are inside its folder; other paths may be an attack",
             fix="get the checkpoint again from a source you trust",
         )
     return name
@@ -220,7 +220,7 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
                     store, path = self._file
                     count = _fill(waiting, store.cat_file(path, start=offset, end=end))
                 if count == 0:
-                    why = "it was cut short: by a full disk, an interrupted copy or a crash"
+                    why = "it was truncated by a full disk, an interrupted copy or a crash"
                     raise damaged(f"the file ends before byte {end:,}", self._path, why)
                 offset += count
                 waiting = _drop(waiting, count)
@@ -402,8 +402,8 @@ def read_small(path: Place, limit: int) -> bytes:
     if size is None:
         raise CheckpointError("a file of the checkpoint is missing", where=str(path), fix="check the path")
     if size > limit:
-        what = f"the file has {size:,} bytes, more than the {limit:,} that it may have"
-        why = "it is read as a whole, and a damaged or hostile one could fill the memory"
+        what = f"the file has {size:,} bytes, more than the limit of {limit:,}"
+        why = "it is read into memory at once, and a damaged or malicious file could exhaust the memory"
         raise damaged(what, path, why, "get the checkpoint again from a source you trust")
     with FileReader(path) as reader:
         return reader.read(0, size)

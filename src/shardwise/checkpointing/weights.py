@@ -229,7 +229,7 @@ def refuse_stage(model: nn.Module) -> None:
         raise CheckpointError(
             f"{type(model).__name__} is a stage of a pipeline",
             where=f"{len(others)} tensors of other stages",
-            why="weights are gathered over the ranks that share a model, and each stage is a model of its own",
+            why="weights are gathered over the ranks that share a model, and each stage is a separate model",
             fix='save with Checkpointer, then shardwise.convert_checkpoint(checkpoint, path, format="safetensors")',
         )
 

@@ -200,7 +200,7 @@ def test_what_is_not_there_is_said_with_what_is(tmp_path: Path):
         checkpointer.save(5, model=model)
         with pytest.raises(CheckpointError) as caught:
             checkpointer.load(model=model, step=3)
-        assert caught.value.why == "committed are the steps [2, 5]"
+        assert caught.value.why == "the committed steps are [2, 5]"
         assert caught.value.fix == "load step 5, the latest"
         assert caught.value.where == str(tmp_path)
 

@@ -50,5 +50,5 @@ def test_experts_one_by_one_become_one_tensor(tmp_path: Path):
 def test_what_does_not_fit_is_refused(tmp_path: Path):
     _, (a, b, c) = stored(tmp_path, [torch.zeros(2, 3), torch.zeros(3, 3), torch.zeros(2, 3).half()])
     for wrong in (lambda: stack([a, b], 0), lambda: concatenate([a, c], 0), lambda: concatenate([a, b], 1)):
-        with pytest.raises(ValueError, match="same shape"):
+        with pytest.raises(ValueError, match="differ in shape"):
             wrong()

@@ -54,5 +54,5 @@ def test_derived_seeds_differ_by_rank_and_by_nothing_else():
 
 @pytest.mark.parametrize("name", ["torch", "python", "numpy"])
 def test_damaged_states_are_refused(name: str):
-    with pytest.raises(CheckpointError, match=f"{name}'s random numbers"):
+    with pytest.raises(CheckpointError, match=f"random state of {name}"):
         set_encoded_random_state({name: torch.zeros(7, dtype=torch.uint8)})

@@ -89,10 +89,10 @@ def test_several_models_and_optimizers_stay_apart(tmp_path: Path):
 
 
 def test_names_that_become_the_same_are_refused(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"model\.a\.bias, which is taken"):
+    with pytest.raises(CheckpointError, match=r"model\.a\.bias, which already exists"):
         saved({"a.bias": torch.ones(1), "_orig_mod.a.bias": torch.ones(1)}, tmp_path)
 
 
 def test_no_model_is_said_so(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="no model in it"):
+    with pytest.raises(CheckpointError, match="the file holds no model"):
         only_model(saved({"optimizer": OPTIMIZER}, tmp_path))

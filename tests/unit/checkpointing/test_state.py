@@ -274,9 +274,9 @@ def test_a_progress_that_fails_confuses_no_later_save(tmp_path: Path):
     [
         ({"model": 3}, "not a module"),
         ({"optimizers": [3]}, "not a torch.optim.Optimizer"),
-        ({"objects": {"rng": nn.Identity()}}, "name that checkpoints use"),
-        ({"objects": {"a.b": lr_scheduler.LRScheduler}}, "has a dot"),
-        ({"model": {"a.b": nn.Identity()}}, "has a dot"),
+        ({"objects": {"rng": nn.Identity()}}, "a reserved name"),
+        ({"objects": {"a.b": lr_scheduler.LRScheduler}}, "contains a dot"),
+        ({"model": {"a.b": nn.Identity()}}, "contains a dot"),
     ],
 )
 def test_wrong_objects_are_named(arguments: dict[str, Any], what: str):
