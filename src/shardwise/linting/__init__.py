@@ -1,1 +1,1 @@
-"""Lint: find what FSDP2 scripts do wrong; never imports torch."""
+"""Lint: find mistakes in FSDP2 scripts; never imports torch."""

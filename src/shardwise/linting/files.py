@@ -1,4 +1,4 @@
-"""Which files are linted, with which settings, and what `# noqa` leaves out."""
+"""Which files to lint, lint settings, and `# noqa` comments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FILE = re.compile(rf"^\s*#\s*shardwise\s*:\s*noqa(?:\s*:\s*{_CODES})?", re.IGNO
 
 
 def allowed_on(line: str, code: str) -> bool:
-    """Whether a comment on this line allows `code`: a bare `noqa`, the code, or the start of it."""
+    """Whether a comment on this line suppresses `code`: a bare `noqa`, the code, or a prefix of it."""
     return "noqa" in line.lower() and any(_covers(match, code) for match in _LINE.finditer(line))
 
 
 def allowed_in(text: str, code: str) -> bool:
-    """Whether a line `# shardwise: noqa` or `# shardwise: noqa: CODES` allows `code` in the whole file."""
+    """Whether a line `# shardwise: noqa` or `# shardwise: noqa: CODES` suppresses `code` in the whole file."""
     return "noqa" in text and any(_covers(match, code) for match in _FILE.finditer(text))
 
 
@@ -38,23 +38,23 @@ _TABLE = "tool.shardwise.lint"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintSettings:
-    """Which rules run, and on which files."""
+    """Which rules run on which files."""
 
     select: tuple[str, ...] = ("SW",)
-    """Codes, or starts of codes, of the rules to run."""
+    """Codes, or prefixes of codes, of the rules to run."""
     ignore: tuple[str, ...] = ()
-    """Codes, or starts of codes, of the rules not to run."""
+    """Codes, or prefixes of codes, of the rules not to run."""
     per_file_ignores: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Codes not to report in the files that a pattern matches, as in `tests/*`."""
+    """Codes to ignore in files that match a pattern, such as `tests/*`."""
     exclude: tuple[str, ...] = ()
-    """Patterns of files and folders to leave out."""
+    """Patterns of files and folders to exclude."""
     preview: bool = False
-    """Run new rules too."""
+    """Also run preview rules."""
     root: Path = field(default_factory=Path.cwd)
-    """Patterns are relative to it: the folder of the pyproject.toml."""
+    """Folder of the pyproject.toml, which patterns are relative to."""
 
     def enables(self, code: str, *, preview: bool = False) -> bool:
-        """Whether a rule runs: the longest code that matches wins, and `ignore` wins a tie."""
+        """Whether a rule runs: the longest matching code decides, and `ignore` wins a tie."""
         chosen = max((len(one) for one in self.select if code.startswith(one)), default=-1)
         refused = max((len(one) for one in self.ignore if code.startswith(one)), default=-1)
         if preview and not self.preview and code not in self.select:
@@ -62,7 +62,7 @@ class LintSettings:
         return chosen > refused
 
     def ignores_in(self, path: str, code: str) -> bool:
-        """Whether a code is not to be reported in a file."""
+        """Whether a code is ignored in a file."""
         return any(
             matches(path, self.root, pattern) and any(code.startswith(one) for one in codes)
             for pattern, codes in self.per_file_ignores.items()
@@ -70,7 +70,7 @@ class LintSettings:
 
 
 def matches(path: str, root: Path, pattern: str) -> bool:
-    """Whether a pattern matches a path, relative to `root`, or one of its folders or its name."""
+    """Whether a pattern matches the path relative to `root`, one of its parent folders, or one of its components."""
     whole = Path(path)
     try:
         relative = (Path.cwd() / whole).relative_to(root)
@@ -82,10 +82,10 @@ def matches(path: str, root: Path, pattern: str) -> bool:
 
 
 def read_settings(start: Path) -> LintSettings:
-    """The settings of the nearest pyproject.toml at or above `start` that has some; else the defaults.
+    """Return the settings of the nearest pyproject.toml at or above `start` that has any; else the defaults.
 
     Raises:
-        ConfigError: It cannot be read, or has wrong entries; all of them are named.
+        ConfigError: The file cannot be read, or has invalid entries, which are all listed.
     """
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
@@ -136,10 +136,10 @@ def _settings(table: dict[str, Any], file: Path) -> LintSettings:
 
 
 def with_codes(settings: LintSettings, select: Iterable[str] | None, ignore: Iterable[str] | None) -> LintSettings:
-    """The settings with `--select` in the place of theirs, and `--ignore` added to theirs.
+    """Return the settings with `select` replaced and `ignore` extended by the given codes.
 
     Raises:
-        ConfigError: A code that no rule has.
+        ConfigError: No rule has one of the codes.
     """
     chosen, refused = (tuple(re.findall(r"[^\s,]+", ",".join(_listed(given)).upper())) for given in (select, ignore))
     check_codes([*chosen, *refused], where="--select, --ignore")
@@ -151,10 +151,10 @@ def _listed(given: Iterable[str] | None) -> Iterable[str]:
 
 
 def check_codes(codes: Iterable[str], *, where: str) -> None:
-    """Raise unless each is a rule's code or the start of one.
+    """Raise unless each code is a rule's code or a prefix of one.
 
     Raises:
-        ConfigError: It names each wrong one.
+        ConfigError: The message lists the unknown codes.
     """
     known = [UNREADABLE, *all_rules()]
     wrong = [code for code in codes if not any(one.startswith(code) for one in known)]
@@ -162,12 +162,12 @@ def check_codes(codes: Iterable[str], *, where: str) -> None:
         raise ConfigError(
             f"no rule has the code {', '.join(wrong)}",
             where=where,
-            why=f"codes are {known[0]} to {known[-1]}, or the start of one, such as SW2",
+            why=f"codes are {known[0]} to {known[-1]}, or a prefix of one, such as SW2",
             fix=fix_name(wrong[0], known, "shardwise lint --help"),
         )
 
 
-# A file without any of these has nothing a rule could be about.
+# No rule applies to a file without any of these.
 RELEVANT = re.compile(
     rb"fully_shard|[Ff][Ss][Dd][Pp]|distributed\.checkpoint|distributed import checkpoint"
     rb"|full_tensor|gradient_sync|shardwise"
@@ -176,5 +176,5 @@ RELEVANT = re.compile(
 
 
 def is_excluded(path: str, settings: LintSettings) -> bool:
-    """Whether the settings leave a file or folder out; notebooks are never read."""
+    """Whether the settings exclude a file or folder; notebooks are always excluded."""
     return path.endswith(".ipynb") or any(matches(path, settings.root, pattern) for pattern in settings.exclude)

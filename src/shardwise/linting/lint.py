@@ -1,4 +1,4 @@
-"""lint(): run the rules over files, in several processes."""
+"""lint(): run the rules over files, in several processes if there are many."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shardwise.source.edits import apply, choose
 from shardwise.source.files import STDIN, find_files, map_files, read_bytes, write_bytes
 from shardwise.source.syntax import FileContext, decode
 
-_MAX_PASSES = 10  # a fix can uncover another; no file has needed more than three
+_MAX_PASSES = 10  # a fix can lead to another finding; no file has needed more than three passes
 _SUFFIXES = frozenset({".py", ".pyw"})
 
 
 @dataclass(frozen=True, slots=True)
 class Linted:
-    """One file after linting."""
+    """Result of linting one file."""
 
     path: str
     findings: tuple[SourceFinding, ...]
-    """What is left to report."""
+    """Findings that were not fixed."""
     text: str
-    """As it stands after fixes; empty for files without findings."""
+    """The text after fixes; empty for files without findings."""
     num_fixed: int = 0
 
 
@@ -41,23 +41,23 @@ def lint(
     preview: bool = False,
     progress: Progress | None = None,
 ) -> list[SourceFinding]:
-    """Find mistakes in files and folders; nothing is changed and nothing is run.
+    """Find mistakes in files and folders, without changing or running them.
 
-    Settings come from `[tool.shardwise.lint]` of the nearest pyproject.toml.
+    Settings are read from `[tool.shardwise.lint]` of the nearest pyproject.toml.
 
     Args:
         paths: Python files, or folders to search for them.
-        select: Codes, or starts of codes, to look for instead of all.
-        ignore: Codes, or starts of codes, to leave out.
-        preview: Run new rules too.
-        progress: Hears of each file.
+        select: Codes, or prefixes of codes, of the rules to run instead of all.
+        ignore: Codes, or prefixes of codes, of the rules not to run.
+        preview: Also run preview rules.
+        progress: Advanced after each file.
 
     Returns:
-        The findings by path and line.
+        The findings, sorted by path and line.
 
     Raises:
         SourceError: A path does not exist.
-        ConfigError: A code or setting is wrong.
+        ConfigError: A code is unknown, or a setting is invalid.
 
     Ranks:
         Local.
@@ -71,7 +71,7 @@ def lint(
 def settings_for(
     *, select: Iterable[str] | None = None, ignore: Iterable[str] | None = None, preview: bool = False
 ) -> LintSettings:
-    """The settings of the current folder's project, changed by arguments."""
+    """Return the settings of the current folder's project, overridden by the arguments."""
     settings = with_codes(read_settings(Path.cwd()), select, ignore)
     return replace(settings, preview=settings.preview or preview)
 
@@ -83,22 +83,22 @@ def lint_files(
     fixes: frozenset[Safety] = frozenset(),
     progress: Progress | None = None,
 ) -> list[Linted]:
-    """Lint files in parallel, applying fixes of the given safeties; files without findings are left out.
+    """Lint files in parallel, applying fixes of the given safeties; files without findings are omitted.
 
     Raises:
         SourceError: A path does not exist, or a fixed file cannot be written.
     """
     chosen = find_files(paths, _SUFFIXES, partial(is_excluded, settings=settings))
-    all_rules()  # loaded before worker processes are, so that each has them
+    all_rules()  # imported before the worker processes start, so that each inherits the rules
     work = partial(lint_file, settings=settings, fixes=fixes)
     found = map_files(work, chosen, progress=progress, label="lint")
     return [file for file in found if file is not None]
 
 
 def lint_file(path: str, settings: LintSettings, fixes: frozenset[Safety] = frozenset()) -> Linted | None:
-    """Lint one file, and write it when fixes changed it; None where there is nothing to say.
+    """Lint one file, and write it if fixes changed it; return None if there is nothing to report.
 
-    Standard input is never written; its text, fixed or not, is in what is returned.
+    Standard input is never written; the result has its text, with fixes applied.
     """
     try:
         data = read_bytes(path)
@@ -115,7 +115,7 @@ def lint_file(path: str, settings: LintSettings, fixes: frozenset[Safety] = froz
 
 
 def lint_text(text: str, path: str, settings: LintSettings, *, fixes: frozenset[Safety] = frozenset()) -> Linted:
-    """Lint a text, and fix it as far as asked; `path` is for messages and per-file settings."""
+    """Lint a text and apply the given fixes; `path` is for messages and per-file settings."""
     num_fixed = 0
     for _ in range(_MAX_PASSES):
         findings = _find(text, path, settings)
@@ -126,7 +126,7 @@ def lint_text(text: str, path: str, settings: LintSettings, *, fixes: frozenset[
         try:
             FileContext(changed)
         except SourceError:
-            break  # never leave a file worse than it was
+            break  # do not break a file that was valid
         text, num_fixed = changed, num_fixed + len(chosen)
     return Linted(path, tuple(findings), text, num_fixed)
 

@@ -1,4 +1,4 @@
-"""The registry of lint rules: each is one small function with a code, a name, a severity and a safety."""
+"""The registry of lint rules: each is a small function with a code, a name, a severity and a safety."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ UNREADABLE = "SW200"
 
 
 class LintContext:
-    """A file as rules see it: its syntax, and what its program does.
+    """A file for rules: its syntax tree, and the traces of its program.
 
     Args:
-        file: Parsed; the program is read on first use, for the rules that need it.
+        file: The parsed file; its program is interpreted on first use, for rules that need it.
     """
 
     def __init__(self, file: FileContext) -> None:
@@ -30,25 +30,25 @@ class LintContext:
 
     @cached_property
     def traces(self) -> list[Trace]:
-        """What the program does with its models, run by run."""
+        """Traces of the program: its models, optimizers and calls, one per entry point."""
         return read_program(self.file)
 
     @property
     def events(self) -> Iterator[tuple[Trace, ProgramEvent]]:
-        """Every event of every run."""
+        """Yield every event of every trace."""
         return ((trace, event) for trace in self.traces for event in trace.events)
 
     @property
     def shards(self) -> Iterator[tuple[Trace, Shard]]:
-        """Every module that is sharded, in every run."""
+        """Yield every sharded module of every trace."""
         return ((trace, shard) for trace in self.traces for shard in trace.shards)
 
     def events_of(self, *names: str) -> Iterator[tuple[Trace, ProgramEvent]]:
-        """Every call of one of these public names, in every run."""
+        """Yield every call of one of these public names, in every trace."""
         return ((trace, event) for trace, event in self.events if event.is_call_to(*names))
 
     def asks_kind(self, node: ast.AST) -> bool:
-        """Whether the function around a node asks `isinstance(..., FSDPModule)`, itself or by one that it calls."""
+        """Whether the function around a node, or a function it calls, tests `isinstance(..., FSDPModule)`."""
         function = self.file.enclosing_function(node)
         called = [self.file.definition(one.func) for one in calls_in(function)] if function is not None else []
         around = [one for one in (function, *called) if one is not None]
@@ -58,12 +58,12 @@ class LintContext:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Where a rule found something, and what it says."""
+    """Location and message of a finding."""
 
     node: ast.expr | ast.stmt | ast.alias
     message: str
     fix: str = ""
-    """Else the rule's."""
+    """Fix of this finding; empty: the rule's."""
     edits: tuple[Edit, ...] = ()
 
 
@@ -72,24 +72,24 @@ Check = Callable[[LintContext], Iterator[Hit]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that lint looks for."""
+    """A lint rule."""
 
     code: str
     name: str
     """The bad pattern, in kebab case."""
     summary: str
-    """One sentence, the first of the function's docstring."""
+    """First sentence of the function's docstring."""
     severity: Severity
     safety: Safety
-    """Of its edits; manual where it has none."""
+    """Safety of the rule's edits; manual if it has none."""
     preview: bool
-    """New: runs only when asked for by its code, or with `--preview`."""
+    """Whether the rule is new: it runs only if selected by its code, or with `--preview`."""
     fix: str
-    """What to do about it, where a finding does not say."""
+    """Fix for findings that have none of their own."""
     check: Check
 
     def run(self, context: LintContext) -> list[SourceFinding]:
-        """The rule's findings in one file, one a place."""
+        """Return the rule's findings in one file, at most one per location."""
         found: dict[tuple[int, int], SourceFinding] = {}
         for hit in self.check(context):
             finding = self._finding(context.file, hit)
@@ -126,7 +126,7 @@ def rule(
     safety: Safety = Safety.MANUAL,
     preview: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register a function as a rule of the function's name; the first line of its docstring is the rule's summary."""
+    """Register a function as a rule with the function's name; the docstring's first line is the rule's summary."""
 
     def register(check: Check) -> Check:
         summary = (check.__doc__ or "").partition("\n")[0]
@@ -141,7 +141,7 @@ def rule(
 
 @cache
 def all_rules() -> dict[str, Rule]:
-    """Every lint rule by its code, in order."""
+    """Return every lint rule by code, sorted."""
     from shardwise.linting import rules
 
     for module in iter_modules(rules.__path__):

@@ -1,1 +1,1 @@
-"""Lint rules, one file a subject."""
+"""Lint rules, one file per subject."""

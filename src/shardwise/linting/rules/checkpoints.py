@@ -1,4 +1,4 @@
-"""Rules about checkpoints and collectives: what is saved and loaded, and that every rank takes part."""
+"""Rules about checkpoints and collectives: what is saved and loaded, and calls that every rank must make."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _GATHERED = "get_model_state_dict(model, options=StateDictOptions(full_state_dic
     "and set_optimizer_state_dict for the optimizer",
 )
 def full_checkpoint_into_shards(context: LintContext) -> Iterator[Hit]:
-    """A file with whole tensors cannot be copied into a sharded model or its optimizer.
+    """A file with full tensors cannot be copied into a sharded model or its optimizer.
 
-    Symptom: `got mixed torch.Tensor and DTensor`, when loading or at the next optimizer step.
+    Symptom: `got mixed torch.Tensor and DTensor`, when loading or in the next optimizer step.
     """
     for trace, event in context.events:
         if event.is_call_to(*facts.SETTERS) and not event.is_open:
             options = event.argument(None, "options")
             is_read_as_whole = "options" in event.keywords and (
                 facts.option(options, "full_state_dict") is not False
-                or facts.option(options, "broadcast_from_rank0") is True  # SW224 tells what is missing
+                or facts.option(options, "broadcast_from_rank0") is True  # SW224 reports the missing option
             )
             targets = event.argument(0, "model")
             given = event.argument(None, "model_state_dict", "optim_state_dict")
@@ -54,13 +54,13 @@ def full_checkpoint_into_shards(context: LintContext) -> Iterator[Hit]:
 
 
 def _with_modules(trace: Trace, owners: list[ObjectRef]) -> set[ObjectRef]:
-    """Modules and optimizers, with the modules whose parameters those optimizers have."""
+    """Return modules and optimizers, and the modules whose parameters those optimizers update."""
     built = [optimizer for optimizer in trace.optimizers if optimizer.event.result.intersection(owners)]
     return set(owners).union(*(optimizer.owners for optimizer in built))
 
 
 def _is_whole_file(file: FileContext, value: Value) -> bool:
-    """Whether a value is, or comes out of, a file read into memory; not one that each rank has for itself."""
+    """Whether a value is, or is part of, a file read into memory, except a separate file of each rank."""
     read = value.whole if isinstance(value, ObjectRef) else None
     if read is None or not (read.origins & _READERS and isinstance(read.site, ast.Call)):
         return False
@@ -68,7 +68,7 @@ def _is_whole_file(file: FileContext, value: Value) -> bool:
 
 
 def _is_own_file(file: FileContext, path: list[ast.expr]) -> bool:
-    """Whether a rank's number is in a path, or in what a variable of the path is given."""
+    """Whether the path, or a value assigned to a variable in it, contains a rank."""
     names = [one for node in path for one in ast.walk(node) if isinstance(one, ast.Name)]
     parts = [*path, *(value for one in names for value in file.assigned(one))]
     return any("rank" in last_name(one) for part in parts for one in ast.walk(part))
@@ -97,9 +97,9 @@ def state_dict_option_misplaced(context: LintContext) -> Iterator[Hit]:
 
 @rule("SW225", fix="put get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer) in first")
 def load_into_empty_state_dict(context: LintContext) -> Iterator[Hit]:
-    """`torch.distributed.checkpoint.load` fills what is in the dictionary; an empty one gets nothing.
+    """`torch.distributed.checkpoint.load` fills the entries of the dictionary; an empty one stays empty.
 
-    Why: it loads in place, into the tensors it is given, and asks the checkpoint for no others.
+    Why: it loads in place, into the given tensors, and reads no others.
     """
     for _, event in context.events_of(*_LOAD):
         has_planner = "planner" in event.keywords or len(event.args) > 3
@@ -119,7 +119,7 @@ def _is_empty(value: Value) -> bool:
 def fresh_optimizer_loaded(context: LintContext) -> Iterator[Hit]:
     """A new optimizer's `state_dict()` has no state, so `checkpoint.load` restores none.
 
-    Why: the state is made at the first step. `get_optimizer_state_dict` makes it before, `state_dict()` does not.
+    Why: the state is created in the first step. `get_optimizer_state_dict` initializes it, `state_dict()` does not.
     Symptom: none; training continues with momentum at zero.
     """
     for trace, event in context.events_of(*_LOAD):
@@ -137,22 +137,22 @@ def _is_fresh(trace: Trace, state: StateDict, event: ProgramEvent) -> bool:
 
 
 def _is_plain(state: StateDict) -> bool:
-    """By `model.state_dict()`."""
+    """Whether it is the result of `model.state_dict()`."""
     return isinstance(state.call.func, ast.Attribute) and state.call.func.attr == "state_dict"
 
 
 @rule("SW221")
 def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
-    """A sharded model's state dict holds this rank's shards, not the model.
+    """A sharded model's state dict has this rank's shards, not the full model.
 
-    Why: FSDP1's `state_dict()` gathered; FSDP2's does not. The file has a fraction of each tensor, and nothing says so
-    until someone loads it.
+    Why: FSDP1's `state_dict()` all-gathered the parameters; FSDP2's does not. The file has only a part of each tensor,
+    which is noticed only when it is loaded.
     """
     for trace, event in context.events_of(*_SAVERS):
         assert isinstance(event.node, ast.Call), "a call of a function"
         path = [*event.node.args[1:], *(one.value for one in event.node.keywords if one.arg != "obj")]
         if _is_own_file(context.file, path):
-            continue  # every rank writes a file of its own, and knows it
+            continue  # a separate file of each rank is intended
         values = list(nested(event.argument(0, "obj")))
         chosen = {one.owner for one in values if isinstance(one, StateDict) and one.is_full}
         for saved in values:
@@ -163,15 +163,15 @@ def shards_saved_as_model(context: LintContext) -> Iterator[Hit]:
                 isinstance(saved, StateDict)
                 and _is_of_shards(trace, saved, event)
                 and not context.asks_kind(saved.call)
-                and (_is_plain(saved) or saved.owner not in chosen)  # else the program asks which
+                and (_is_plain(saved) or saved.owner not in chosen)  # the program selects the full one
             ):
-                message = f"what is saved here are this rank's shards (state dict of line {saved.call.lineno})"
+                message = f"the saved state dict of line {saved.call.lineno} has only this rank's shards"
                 fix = f"gather first: {_GATHERED} on every rank, then save on rank 0; "
                 yield Hit(event.node, message, fix + "or use torch.distributed.checkpoint.save")
 
 
 def _is_of_shards(trace: Trace, state: StateDict, event: ProgramEvent) -> bool:
-    """Whether a state dict was taken of a sharded module, or of its optimizer, without gathering."""
+    """Whether it is the state dict of a sharded module, or of its optimizer, without all-gathering."""
     owners = _with_modules(trace, [state.owner]) if _is_plain(state) or state.is_full is False else ()
     return any(trace.holds_shards(owner, event) is not None for owner in owners)
 
@@ -184,7 +184,7 @@ _OURS = re.compile(
     r"|token_mean|mean_over_ranks)$"
 )
 _CHECKPOINTER, _ITS_COLLECTIVES = "shardwise.Checkpointer", frozenset({"save", "load", "latest", "prepare"})
-# Where each takes its group: with one, the ranks that come here may be all that it needs.
+# Position of the group argument: with a group, the ranks in the branch may be all that take part.
 _GROUP_POSITION = {
     f"torch.distributed.{name}": position
     for position, names in {
@@ -199,10 +199,10 @@ _GROUP_POSITION = {
 
 @rule("SW222", fix="call it on every rank and keep only the writing under the test")
 def collective_on_some_ranks(context: LintContext) -> Iterator[Hit]:
-    """A call that all ranks must make together stands under `if rank == 0`.
+    """A call that all ranks must make is under `if rank == 0`.
 
-    Why: collectives, gathered state dicts, full tensors, checkpoints and the forward of a sharded model communicate;
-    the rank that is alone in one waits for the others until the watchdog ends the run.
+    Why: collectives, full state dicts, full tensors, checkpoints and the forward of a sharded model communicate; a rank
+    that is alone in one waits for the others until the watchdog ends the run.
     """
     for trace, event in context.events:
         what = _collective(context.file, trace, event) if not event.is_store else ""
@@ -213,7 +213,7 @@ def collective_on_some_ranks(context: LintContext) -> Iterator[Hit]:
 
 
 def _collective(file: FileContext, trace: Trace, event: ProgramEvent) -> str:
-    """What a call does that needs every rank; empty where it needs none."""
+    """Return the name of a collective call; empty if the call does not need every rank."""
     name = event.method
     if event.is_call_to(*_ALWAYS_COLLECTIVE):
         return "" if event.keywords.keys() & {"no_dist", "process_group"} else f"{name}()"
@@ -227,7 +227,7 @@ def _collective(file: FileContext, trace: Trace, event: ProgramEvent) -> str:
     if name in _ITS_COLLECTIVES and any(_CHECKPOINTER in one.origins for one in modules(event.receiver)):
         return f"Checkpointer.{name}()"
     if name == "full_tensor" and not event.args:
-        # Under `isinstance(p, DTensor)` only where the parameter's model is known to be sharded.
+        # Under `isinstance(p, DTensor)`, only if the parameter's model is known to be sharded.
         owners = [value.owner for value in event.receiver if isinstance(value, v.Param | StateDict)]
         is_sharded = any(trace.holds_shards(owner, event) is not None for owner in owners)
         is_tested = any("DTensor" in tested_classes(file, guard.test) for guard in event.guards)
@@ -252,7 +252,7 @@ def _gathers(trace: Trace, event: ProgramEvent) -> bool:
 
 
 def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> bool:
-    """Whether the ranks that the test keeps out make the same call in the other branch, or under the opposite test."""
+    """Whether the other ranks make the same call in the other branch, or under the opposite test."""
     guards = [(guard, side) for guard in event.guards if (side := _side(file, guard)) is not None]
     others = [one for one in trace.events if one is not event and one.method == event.method and not one.is_store]
     return any(
@@ -264,13 +264,13 @@ def _others_do_it_too(file: FileContext, trace: Trace, event: ProgramEvent) -> b
 
 
 def _side(file: FileContext, guard: BranchTest) -> bool | None:
-    """True where only the first rank passes, False where all but it do, None for any other test."""
+    """True if only the first rank passes the test, False if all others do, None for any other test."""
     asked = facts.asks_for_rank_zero(file, guard.test)
     return None if asked is None else asked is guard.taken
 
 
 def _parting_test(file: FileContext, event: ProgramEvent) -> ast.expr | None:
-    """The test, or decorator, that keeps an event from happening on every rank; None where there is none."""
+    """Return the test or decorator that excludes ranks from an event; None if there is none."""
     for guard in event.guards:
         if isinstance(guard.test, ast.expr) and facts.asks_for_rank_zero(file, guard.test) is not None:
             return guard.test

@@ -1,4 +1,4 @@
-"""Rules about devices: the one this process uses, offload to the CPU, and models built on the meta device."""
+"""Rules about devices: the current device, CPU offload, and models built on the meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SETS_DEVICE = frozenset({"set_device", "set_device_index", "init_distributed"})
 def offload_with_nccl_only(context: LintContext) -> Iterator[Hit]:
     """CPU offload needs a process group that can reduce CPU tensors.
 
-    Why: offloaded gradients are on the CPU, and clipping or any other collective on them has no NCCL.
+    Why: offloaded gradients are on the CPU, and NCCL cannot run collectives on them, such as those of clipping.
     Symptom: `No backend type associated with device type cpu`.
     """
     for _, event in context.events_of(_INIT) if any(True for _ in context.events_of(_OFFLOAD)) else ():
@@ -43,8 +43,8 @@ def offload_with_nccl_only(context: LintContext) -> Iterator[Hit]:
 def no_device_set(context: LintContext) -> Iterator[Hit]:
     """Without `torch.cuda.set_device`, FSDP puts the parameters of every local rank on GPU 0.
 
-    Why: `fully_shard` uses the current device. FSDP1 took a `device_id` instead, and `set_device` was often lost with
-    it. A mesh sets the device of a rank only while that rank has not used a GPU.
+    Why: `fully_shard` uses the current device. FSDP1 had an argument `device_id`, and migrated code often lacks
+    `set_device`. A mesh sets the device of a rank only if that rank has not used a GPU before.
     """
     names = {last_name(call.func) for call in context.file.calls}
     text = context.file.text
@@ -52,7 +52,7 @@ def no_device_set(context: LintContext) -> Iterator[Hit]:
         return
     for trace in context.traces:
         inits = trace.calls_to(_INIT)
-        meshes = trace.calls_to(_INIT_MESH, FULLY_SHARD)  # either sets the device of a rank that used none yet
+        meshes = trace.calls_to(_INIT_MESH, FULLY_SHARD)  # both set the device of a rank that has not used a GPU
         if not inits or not any(event.is_call_to(FULLY_SHARD) for event in meshes) or "device_id" in inits[0].keywords:
             continue
         moved = next((event for event in trace.events[: meshes[0].order] if _moves_to_gpu(event)), None)
@@ -67,7 +67,7 @@ def no_device_set(context: LintContext) -> Iterator[Hit]:
 
 
 def _moves_to_gpu(event: ProgramEvent) -> bool:
-    """`.cuda()`, `.to("cuda")`, `.to(f"cuda:{rank}")`, `.to(rank)`: the GPU is in use before a mesh could choose it."""
+    """`.cuda()`, `.to("cuda")`, `.to(f"cuda:{rank}")`, `.to(rank)`: uses the GPU before a mesh could set it."""
     if event.is_store or event.origins or event.method != "to" or not event.args:
         return event.method == "cuda" and not event.is_store and not event.origins
     given = next(iter(getattr(event.node, "args", [])), None)
@@ -77,7 +77,7 @@ def _moves_to_gpu(event: ProgramEvent) -> bool:
 
 @rule("SW236", fix='model.to_empty(device="cpu")')
 def offload_materialized_on_gpu(context: LintContext) -> Iterator[Hit]:
-    """With CPU offload, parameters are materialised on the CPU.
+    """With CPU offload, parameters are materialized on the CPU.
 
     Symptom: `FSDP parameters should be materialized on CPU when enabling CPU offloading`.
     """
@@ -88,10 +88,10 @@ def offload_materialized_on_gpu(context: LintContext) -> Iterator[Hit]:
                 policies = shard.event.argument(None, "offload_policy")
                 is_offloaded = policies and all(_OFFLOAD in getattr(value, "origins", ()) for value in policies)
                 if is_offloaded and shard.subject in event.receiver:
-                    yield Hit(event.node, "parameters are offloaded, but materialised on the GPU")
+                    yield Hit(event.node, "parameters are offloaded, but materialized on the GPU")
 
 
-# A call with the model in it may give the model values, unless it is one of these.
+# A call that receives the model may initialize it, unless it is one of these.
 _METHODS = (
     "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict "
     "train eval to cuda cpu half float bfloat16 requires_grad_ zero_grad compile set_requires_gradient_sync "
@@ -112,18 +112,18 @@ _TRANSFORMERS = re.compile(r"transformers\.\w+(ForCausalLM\.from_config|ForCausa
 _LOADERS = (facts.SET_MODEL, facts.SET_BOTH, "torch.distributed.checkpoint.load")
 
 
-@rule("SW209", fix="call the model's initialiser after to_empty, or load a checkpoint with set_model_state_dict")
+@rule("SW209", fix="call the model's initializer after to_empty, or load a checkpoint with set_model_state_dict")
 def meta_without_init(context: LintContext) -> Iterator[Hit]:
-    """A model built on the meta device trains on whatever was in memory.
+    """A model built on the meta device is trained from uninitialized memory.
 
-    Why: `to_empty` allocates and writes nothing. Something has to initialise the parameters, or load them, afterwards.
-    Symptom: losses of NaN or nonsense; without `to_empty`, an error at the first forward.
+    Why: `to_empty` only allocates memory. The parameters must be initialized or loaded afterwards.
+    Symptom: NaN or wrong losses; without `to_empty`, an error at the first forward.
     """
     for trace in context.traces:
         for model in _sharded_on_meta(trace):
             emptied = [event for event in trace.events if event.method == "to_empty" and model in event.receiver]
             shard = next(shard.event for shard in trace.shards if trace.are_related(shard.subject, model))
-            after = emptied[-1] if emptied else shard  # before that there was nothing to write to
+            after = emptied[-1] if emptied else shard  # before it there was no memory to write to
             until = min((event.order for event, module in trace.forwards if module == model), default=len(trace.events))
             writers = [event for event in trace.events if _may_write(trace, event, model, after)]
             writers = [event for event in writers if event.order < until or event.root is not after.root]
@@ -132,10 +132,10 @@ def meta_without_init(context: LintContext) -> Iterator[Hit]:
             if any(_materializes(context.file, trace, event, model) for event in trace.events):
                 continue
             if is_trained and all(_is_for_resuming(event) for event in writers):
-                message = "the model is on the meta device and nothing gives its parameters memory or values"
+                message = "the model is on the meta device and its parameters are never allocated or initialized"
                 if emptied:
                     message = (
-                        "to_empty leaves the parameters uninitialised, and nothing initialises or loads them after"
+                        "to_empty leaves the parameters uninitialized, and nothing initializes or loads them after"
                     )
                     message += " it when nothing is resumed" if writers else " it"
                 assert isinstance(model.site, ast.Call), "only calls make things on meta"
@@ -143,7 +143,7 @@ def meta_without_init(context: LintContext) -> Iterator[Hit]:
 
 
 def _materializes(file: FileContext, trace: Trace, event: ProgramEvent, model: ObjectRef) -> bool:
-    """Whether a function of the file is handed the model, or a part of it, and looks for tensors on meta."""
+    """Whether the model or a part of it is passed to a function of the file that looks for meta tensors."""
     function = file.definition(event.node.func) if event.is_inlined and isinstance(event.node, ast.Call) else None
     given = (value for values in event.args for value in values)
     return (
@@ -154,19 +154,19 @@ def _materializes(file: FileContext, trace: Trace, event: ProgramEvent, model: O
 
 
 def _is_for_resuming(event: ProgramEvent) -> bool:
-    """Whether an event happens only when a checkpoint is resumed: a fresh run comes by without it."""
+    """Whether an event happens only when a checkpoint is resumed, and not in a new run."""
     texts = (f"{guard.key} {ast.unparse(guard.test)}" for guard in event.guards if guard.taken)
     return any(_RESUMING.search(text) for text in texts)
 
 
 def _sharded_on_meta(trace: Trace) -> set[ObjectRef]:
-    """Models made on meta that are given to `fully_shard`, themselves or by their parts."""
+    """Return models built on the meta device that are sharded as a whole or in parts."""
     owners = {shard.subject.whole for shard in trace.shards if not shard.is_automatic}
     return {one for one in owners if one.on_meta and not any(holder.on_meta for holder in trace.owners.get(one, ()))}
 
 
 def _may_write(trace: Trace, event: ProgramEvent, model: ObjectRef, after: ProgramEvent) -> bool:
-    """Whether an event may give the model values: anything with the model in it that is not known to be harmless."""
+    """Whether an event may initialize the model: it involves the model and is not known to be harmless."""
     if event.order <= after.order and event.root is after.root:
         return False
     if event.is_inlined or any(event is optimizer.event for optimizer in trace.optimizers):
@@ -181,7 +181,7 @@ def _may_write(trace: Trace, event: ProgramEvent, model: ObjectRef, after: Progr
     if event.method in _HARMLESS_METHODS and event.receiver:
         return False
     if any(isinstance(one, Param | StateDict) for one in nested(event.receiver, depth=2)):
-        return event.method.endswith("_")  # torch's way to say "in place"
+        return event.method.endswith("_")  # torch's suffix of in-place operations
     if any(_is_forward(trace, value, model) for value in event.called):
         return False
     if is_own and not event.origins:
@@ -191,7 +191,7 @@ def _may_write(trace: Trace, event: ProgramEvent, model: ObjectRef, after: Progr
 
 
 def _is_forward(trace: Trace, called: Value, model: ObjectRef) -> bool:
-    """The model itself or a module of it is called; `model.name()` is a module only where it is known to be one."""
+    """Whether the model or a module of it is called; in `model.name()` only if `name` is known to be a module."""
     if called == model or any(shard.subject == called for shard in trace.shards):
         return True
     return isinstance(called, ObjectRef) and not called.path and _belongs(trace, called, model)
@@ -204,22 +204,22 @@ def _belongs(trace: Trace, value: Value, model: ObjectRef) -> bool:
 
 @rule("SW210", fix="recompute them after to_empty, or call sw.materialize(model) instead")
 def buffers_lost_by_to_empty(context: LintContext) -> Iterator[Hit]:
-    """Non-persistent buffers are garbage after `to_empty`, and no checkpoint brings them back.
+    """Non-persistent buffers are uninitialized after `to_empty`, and no checkpoint restores them.
 
-    Why: a state dict does not contain them. Rotary tables and masks have to be computed again after `to_empty`.
-    Symptom: NaN or bad losses, often on some ranks only.
+    Why: a state dict does not contain them. Rotary tables and masks must be computed again after `to_empty`.
+    Symptom: NaN or wrong losses, often only on some ranks.
     """
     for trace, event in context.events:
         for model in event.receiver if event.method == "to_empty" else ():
             if isinstance(model, ObjectRef) and model.on_meta and _has_lost_buffers(context.file, model):
                 writers = [one for one in trace.events if _may_write(trace, one, model, event)]
                 if writers and all(one.method == "load_state_dict" or one.is_call_to(*_LOADERS) for one in writers):
-                    message = "non-persistent buffers stay uninitialised: loading a checkpoint skips them"
+                    message = "non-persistent buffers stay uninitialized: loading a checkpoint skips them"
                     yield Hit(event.node, message)
 
 
 def _has_lost_buffers(file: FileContext, model: ObjectRef) -> bool:
-    """Whether the class of a model, or a class of this file that it builds, registers a buffer as not persistent."""
+    """Whether the model's class, or a class of this file that it builds, registers a non-persistent buffer."""
     if model.definition is None:
         return any(map(_TRANSFORMERS.match, model.origins))
     calls = [call for definition in built_classes(file, model.definition) for call in calls_in(definition)]
@@ -231,7 +231,7 @@ def _has_lost_buffers(file: FileContext, model: ObjectRef) -> bool:
 
 
 def built_classes(file: FileContext, definition: ast.ClassDef) -> list[ast.ClassDef]:
-    """A class, and the classes of this file that it or they make objects of."""
+    """Return a class, and the classes of this file that it instantiates, directly or indirectly."""
     found = [definition]
     for one in found:
         inner = [file.definition(call.func) for call in calls_in(one)]

@@ -1,4 +1,4 @@
-"""Rules about calls of a model and their order: past its hooks, before its root, around its optimizer."""
+"""Rules about calls of a model and their order: calls without hooks, before the root's, before the optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 @rule("SW229", fix="call the model itself", safety=Safety.SAFE)
 def forward_called_directly(context: LintContext) -> Iterator[Hit]:
-    """`model.forward(x)` bypasses the hooks that gather a sharded model's parameters.
+    """`model.forward(x)` bypasses the hooks that unshard a sharded model's parameters.
 
     Symptom: `got mixed torch.Tensor and DTensor`.
     """
@@ -34,7 +34,7 @@ def forward_called_directly(context: LintContext) -> Iterator[Hit]:
 
 
 def _is_hooked(trace: Trace, module: ObjectRef, event: ProgramEvent) -> bool:
-    """Whether only hooks gather the module's parameters: sharded by hand, and not unsharded by hand."""
+    """Whether only hooks unshard the module: it is sharded by `fully_shard`, and `unshard()` is not called."""
     return trace.is_sharded_by_hand(module, event) and not any(
         one.method == "unshard" and module in one.receiver and trace.precedes(one, event) for one in trace.events
     )
@@ -42,17 +42,17 @@ def _is_hooked(trace: Trace, module: ObjectRef, event: ProgramEvent) -> bool:
 
 @rule("SW230", fix="remove this call: the module is entered by calling it")
 def registered_method_reached_from_forward(context: LintContext) -> Iterator[Hit]:
-    """A method that `forward` calls must not be registered as a second way in.
+    """A method that `forward` calls must not be registered as a forward method.
 
-    Why: the call enters FSDP twice; when the inner method ends, the parameters are freed under `forward`'s feet.
+    Why: FSDP's hooks run twice; at the end of the inner method the parameters are resharded while `forward` needs them.
     Symptom: `got mixed torch.Tensor and DTensor`; up to torch 2.5 `Expects to be in one of (UNSHARDED)`.
     """
     for _, event in context.events_of(_REGISTER):
         for name in _registered(event):
             if name == "forward":
-                yield Hit(event.node, "forward is hooked already, so FSDP is entered twice")
+                yield Hit(event.node, "forward is hooked already, so FSDP's hooks run twice")
             elif _is_reached(context, event, name):
-                yield Hit(event.node, f"forward itself calls {name}, so FSDP is entered twice")
+                yield Hit(event.node, f"forward itself calls {name}, so FSDP's hooks run twice")
 
 
 def _registered(event: ProgramEvent) -> list[str]:
@@ -60,7 +60,7 @@ def _registered(event: ProgramEvent) -> list[str]:
 
 
 def _is_reached(context: LintContext, event: ProgramEvent, name: str) -> bool:
-    """Whether `forward` of the module's class calls the method; of every class that has both, where it is unknown."""
+    """Whether `forward` of the module's class calls the method; if the class is unknown, of all classes with both."""
     classes = [one.definition for one in modules(event.argument(0, "module")) if one.definition is not None]
     classes = classes or [one for one in context.file.classes.values() if {name, "forward"} <= _methods(one).keys()]
     forwards = [_methods(one).get("forward") for one in classes]
@@ -76,14 +76,14 @@ def _methods(definition: ast.ClassDef) -> dict[str, Function]:
 def unregistered_entry_point(context: LintContext) -> Iterator[Hit]:
     """A method other than `forward` that uses the model's own parameters has to be registered.
 
-    Why: only `forward` is hooked; in any other method the parameters of this group are still DTensors.
+    Why: only `forward` is hooked; in other methods the parameters of this group are DTensors.
     Symptom: `got mixed torch.Tensor and DTensor`.
     """
     for trace in context.traces:
         calls = trace.calls_to(_REGISTER)
         registered = {name for event in calls for name in _registered(event)}
         if calls and not registered:
-            continue  # names computed at run time
+            continue  # names are computed at run time
         for event in trace.events:
             name = event.method
             for model in modules(event.receiver) if name not in registered | {"forward"} else ():
@@ -92,7 +92,7 @@ def unregistered_entry_point(context: LintContext) -> Iterator[Hit]:
                     continue
                 child = _child_used(trace, event, model)
                 if child:
-                    message = f"{name}() uses {child}, whose parameters only forward() gathers"
+                    message = f"{name}() uses {child}, whose parameters only forward() unshards"
                     yield Hit(event.node, message, f'register_fsdp_forward_method(model, "{name}") after fully_shard')
 
 
@@ -105,7 +105,7 @@ def _calls_itself(method: Function) -> bool:
 
 
 def _child_used(trace: Trace, event: ProgramEvent, model: ObjectRef) -> str:
-    """A module of the model's own group that runs inside the method, by its name."""
+    """Return the name of a module of the model's own group that the method calls."""
     for later, module in trace.entered:
         is_inside = len(later.chain) == len(event.chain) + 1 and later.chain[-1] is event.node
         function = getattr(later.node, "func", later.node)
@@ -119,13 +119,13 @@ def _child_used(trace: Trace, event: ProgramEvent, model: ObjectRef) -> str:
 
 
 def _is_module(module: ObjectRef) -> bool:
-    """Made by torch.nn, or by a class of this file that has a forward."""
+    """Whether it is made by torch.nn, or by a class of this file that has a forward."""
     if module.definition is not None:
         return "forward" in _methods(module.definition)
     return any(origin.startswith("torch.nn.") for origin in module.origins)
 
 
-# `group["params"] = ...`: the program gives its optimizers new parameters itself.
+# `group["params"] = ...`: the program updates the parameters of its optimizers itself.
 _REPOINTS = re.compile(r"""\[["']params["']\]\s*=[^=]""")
 
 
@@ -148,10 +148,10 @@ def _sharded_after(trace: Trace, optimizer: Optimizer) -> Shard | None:
     for shard in trace.shards:
         event = shard.event
         if shard.is_automatic and (event.keywords.keys() & {"optimizers", "optimizer"} or len(event.args) > 1):
-            continue  # shardwise points them at the new parameters
+            continue  # shardwise updates these to the new parameters
         is_of_model = any(trace.are_related(owner, shard.subject) for owner in optimizer.owners)
         if is_of_model and trace.precedes(optimizer.event, event):
-            # Where another optimizer for the same parameters follows, the first one had another purpose.
+            # If another optimizer for the same parameters follows, the first one has another purpose.
             others = [one for one in trace.optimizers if one.owners & optimizer.owners]
             return None if any(trace.precedes(event, one.event) for one in others) else shard
     return None
@@ -159,10 +159,10 @@ def _sharded_after(trace: Trace, optimizer: Optimizer) -> Shard | None:
 
 @rule("SW216", fix="build the optimizer before that forward, or call model.reshard() after it")
 def optimizer_after_forward(context: LintContext) -> Iterator[Hit]:
-    """An optimizer built after a forward without backward holds the root's gathered parameters.
+    """An optimizer built after a forward without backward holds the root's unsharded parameters.
 
-    Why: the root group stays gathered after forward until backward ends; `model.parameters()` then gives plain
-    tensors, which are thrown away at the next reshard. No error is raised, the root's parameters never train.
+    Why: the root group stays unsharded after forward until the end of backward; `model.parameters()` then returns plain
+    tensors, which are freed at the next reshard. No error is raised, and the root's parameters never train.
     """
     for trace in context.traces:
         for optimizer in trace.optimizers:
@@ -174,8 +174,8 @@ def optimizer_after_forward(context: LintContext) -> Iterator[Hit]:
                     and trace.precedes(event, optimizer.event)
                     and not _is_resharded(trace, module, event, optimizer.event)
                 ):
-                    message = f"the forward on line {event.line} left the root group gathered; "
-                    message += "the optimizer gets tensors that are thrown away at the next reshard"
+                    message = f"the forward on line {event.line} left the root group unsharded; "
+                    message += "the optimizer gets tensors that are freed at the next reshard"
                     yield Hit(optimizer.event.node, message)
                     break
 
@@ -190,9 +190,9 @@ def _is_resharded(trace: Trace, module: ObjectRef, after: ProgramEvent, before: 
 
 @rule("SW217", fix="call the root module first, or shard this one without a root around it")
 def submodule_before_root(context: LintContext) -> Iterator[Hit]:
-    """Calling a sharded submodule before its root makes the submodule a root of its own.
+    """Calling a sharded submodule before its root makes the submodule another root.
 
-    Why: the first module that is called sets up FSDP for everything inside it.
+    Why: the first module that is called initializes FSDP for all modules inside it.
     Symptom: `FSDP state has already been lazily initialized for layers.0`.
     """
     for trace in context.traces:
@@ -215,8 +215,8 @@ def submodule_before_root(context: LintContext) -> Iterator[Hit]:
 def zero_grad_after_forward(context: LintContext) -> Iterator[Hit]:
     """`model.zero_grad()` between forward and backward does not clear the gradients of the root's parameters.
 
-    Why: the root group stays unsharded after forward. What is registered then are temporary parameters; the sharded
-    ones, which the optimizer steps, keep their gradients, and these add up from step to step. No error is raised.
+    Why: the root group stays unsharded after forward. Unsharded parameters are then registered; the sharded ones, which
+    the optimizer steps, keep their gradients, which accumulate over steps. No error is raised.
     """
     for trace, event in context.events:
         for module in _cleared(context.file, event):
@@ -227,11 +227,11 @@ def zero_grad_after_forward(context: LintContext) -> Iterator[Hit]:
                 continue
             if not _is_resharded(trace, module, last, event):
                 message = f"since the forward on line {last.line} the root's unsharded parameters are registered; "
-                yield Hit(event.node, message + "the gradients of its shards stay and add up")
+                yield Hit(event.node, message + "the gradients of its shards are kept and accumulate")
 
 
 def _cleared(file: FileContext, event: ProgramEvent) -> list[ObjectRef]:
-    """The modules whose gradients an event clears: `model.zero_grad()`, or `p.grad = None` for its parameters."""
+    """Return modules whose gradients an event clears: `model.zero_grad()`, or `p.grad = None` for its parameters."""
     if event.method == "zero_grad" and not event.is_store:
         return modules(event.receiver)
     value = getattr(file.statement(event.node), "value", event.node)

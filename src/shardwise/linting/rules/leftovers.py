@@ -1,4 +1,4 @@
-"""Rules about FSDP1 left behind: private import paths, unused imports, FSDP1 calls on an FSDP2 model."""
+"""Rules about remains of FSDP1: private import paths, unused imports, FSDP1 calls on an FSDP2 model."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _SCALER = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 def private_fsdp2_import(context: LintContext) -> Iterator[Hit]:
     """FSDP2 is public: `torch.distributed.fsdp` since torch 2.6.
 
-    Why: the private paths it had before are kept for compatibility only.
+    Why: the private paths of earlier versions exist only for compatibility.
     """
     file = context.file
     oldest = project_torch([file.path], oldest_torch) if _IMPORTS_PRIVATE.search(file.text) else None
     if oldest is not None and oldest[0] < PUBLIC_FSDP2:
-        return  # there only the private path exists
+        return  # these versions have only the private path
     for node in file.nodes(ast.ImportFrom):
         module = _FROM.match(file.text, file.positions.span(node)[0])
         is_public = all(alias.name in FSDP2_NAMES for alias in node.names)
@@ -54,7 +54,7 @@ def private_fsdp2_import(context: LintContext) -> Iterator[Hit]:
             edit = change(module.start(1), module.end(1), "torch.distributed.fsdp")
             yield Hit(node, f"{module[1]} is private", edits=(edit,))
     for alias in (alias for node in file.nodes(ast.Import) for alias in node.names):
-        # `import torch.distributed._composable.fsdp as f`, where only public names of it are used.
+        # `import torch.distributed._composable.fsdp as f`, if only public names of it are used.
         if not _PRIVATE.match(alias.name) or alias.asname is None or _is_fallback(file, file.parents[alias]):
             continue
         uses = [file.parents[node] for node in file.nodes(ast.Name) if node.id == alias.asname]
@@ -66,7 +66,7 @@ def private_fsdp2_import(context: LintContext) -> Iterator[Hit]:
 
 
 def _is_fallback(file: FileContext, node: ast.AST) -> bool:
-    """Whether an import is one of several tried, or one for old torch: then its path is meant."""
+    """Whether an import is one of several alternatives, or for old torch: its path is then intended."""
     around = next((one for one in file.ancestors(node) if isinstance(one, ast.Try | ast.If | ast.ExceptHandler)), None)
     return around is not None and getattr(getattr(around, "test", None), "id", "") != "TYPE_CHECKING"
 
@@ -75,7 +75,7 @@ def _is_fallback(file: FileContext, node: ast.AST) -> bool:
 def leftover_fsdp1_import(context: LintContext) -> Iterator[Hit]:
     """FSDP1's names are imported by a file that uses none of them.
 
-    Why: it was moved to FSDP2, or never used FSDP1; readers take it for FSDP1 code.
+    Why: the file was migrated to FSDP2, or never used FSDP1; readers mistake it for FSDP1 code.
     """
     file = context.file
     imports = file.nodes(ast.ImportFrom) if not file.path.endswith("__init__.py") else []
@@ -97,7 +97,7 @@ def _is_fsdp1(node: ast.ImportFrom, alias: ast.alias) -> bool:
 
 
 def _used_names(file: FileContext) -> set[str]:
-    """Names that are read, also inside strings: annotations and `__all__` are often strings."""
+    """Return the names that are used, including those in strings: annotations and `__all__` are often strings."""
     strings = [node.value for node in file.nodes(ast.Constant) if isinstance(node.value, str)]
     return {node.id for node in file.nodes(ast.Name)} | {name for text in strings for name in re.findall(r"\w+", text)}
 
@@ -135,7 +135,7 @@ def _has_own(model: ObjectRef, method: str) -> bool:
 def fsdp1_isinstance(context: LintContext) -> Iterator[Hit]:
     """`isinstance(model, FullyShardedDataParallel)` is never true for a model sharded by `fully_shard`.
 
-    Why: sharding makes it an `FSDPModule`; the branch is silently skipped.
+    Why: `fully_shard` makes the model an `FSDPModule`; the branch is silently skipped.
     """
     for trace, event in context.events:
         is_asked = any(context.file.is_any(one, {FSDP1}) for one in checked_types(event.node)[:1])

@@ -1,4 +1,4 @@
-"""Rules about gradients, losses and dtypes: numbers that come out wrong without an error."""
+"""Rules about gradients, losses and dtypes: wrong results without an error."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _LOGS = re.compile(r"^(print|log|info|debug|warning|add_scalar|log_metrics|set_p
 
 @rule("SW232")
 def gradient_sync_left_off(context: LintContext) -> Iterator[Hit]:
-    """`set_requires_gradient_sync(False)` stays until it is set to True again.
+    """`set_requires_gradient_sync(False)` stays in effect until it is called with True.
 
-    Why: it is a switch, not a context manager. Without the way back no gradient is ever reduced: ranks train apart.
+    Why: it is a setting, not a context manager. Without the second call gradients are never reduced: ranks diverge.
     """
     for switch, name in _SWITCHES.items():
         calls = [call for call in context.file.calls if getattr(call.func, "attr", "") == switch]
         flags = {call: flag for call in calls if (flag := argument_of(call, 0, name)) is not None}
-        if all(getattr(flag, "value", None) is False for flag in flags.values()):  # nowhere True, or computed
+        if all(getattr(flag, "value", None) is False for flag in flags.values()):  # never True, and never computed
             for call in flags:
                 fix = f"call {switch}(is_last_micro_step) before each forward"
-                yield Hit(call, f"{switch} is switched off and never on again", fix)
+                yield Hit(call, f"{switch} is called with False, but never with True", fix)
 
 
 @rule("SW233", Severity.WARNING, fix="call .full_tensor() on every rank before reading it")
 def norm_of_shards(context: LintContext) -> Iterator[Hit]:
     """The norm of a sharded gradient is a DTensor; its local value is not the norm.
 
-    Why: a norm computed by hand is a partial result of this rank's shard, too small by about the square root of the
-    number of ranks; the norm that `clip_grad_norm_` returns is partial too on older torch, and cannot be formatted.
+    Why: a norm computed by hand covers only this rank's shard, too small by about the square root of the number of
+    ranks; on older torch the norm returned by `clip_grad_norm_` is partial as well, and cannot be formatted.
     """
     for trace in context.traces:
         norms = {value: event for event in trace.events if _is_norm(trace, event) for value in event.result}
@@ -51,7 +51,7 @@ def norm_of_shards(context: LintContext) -> Iterator[Hit]:
             for value in _norms_read(context.file, event, norms):
                 if value in norms and value not in gathered:
                     line = norms[value].line
-                    yield Hit(event.node, f"the norm of line {line} is a DTensor; this reads it without gathering")
+                    yield Hit(event.node, f"the norm of line {line} is a DTensor; this uses only its local value")
 
 
 def _is_norm(trace: Trace, event: ProgramEvent) -> bool:
@@ -65,7 +65,7 @@ def _is_norm(trace: Trace, event: ProgramEvent) -> bool:
 
 
 def _norms_read(file: FileContext, event: ProgramEvent, norms: dict[Value, ProgramEvent]) -> Iterator[Value]:
-    """What an event turns into numbers or text: by its method, as an argument, or by name in an f-string."""
+    """Yield values that an event converts to numbers or text: by method, as an argument, or by name in an f-string."""
     if event.method in ("item", "to_local", "tolist") and not event.args:
         yield from event.receiver
     elif (event.method == "float" and not event.receiver) or _LOGS.match(event.method):
@@ -77,7 +77,7 @@ def _norms_read(file: FileContext, event: ProgramEvent, norms: dict[Value, Progr
 
 
 def _formatted_names(node: ast.AST) -> set[str]:
-    """The names that f-strings give a format, as in `{norm:.3f}`: a DTensor has none."""
+    """Return the names that f-strings format with a format spec, as in `{norm:.3f}`; DTensors do not support one."""
     parts = [one for one in ast.walk(node) if isinstance(one, ast.FormattedValue) and one.format_spec is not None]
     return {part.value.id for part in parts if isinstance(part.value, ast.Name)}
 
@@ -86,7 +86,7 @@ def _formatted_names(node: ast.AST) -> set[str]:
 def numel_times_world_size(context: LintContext) -> Iterator[Hit]:
     """A DTensor's `numel()` and `shape` are those of the whole tensor.
 
-    Why: FSDP1's flat shards had to be multiplied by the number of ranks; FSDP2's parameters say their global size.
+    Why: FSDP1's flat shards had to be multiplied by the number of ranks; FSDP2's parameters have their global size.
     """
     file = context.file
     for node in file.nodes(ast.BinOp) if any(trace.shards for trace in context.traces) else ():
@@ -128,10 +128,10 @@ _MEANS = frozenset(
     fix="sum the loss and call sw.token_mean(loss_sum, num_tokens), or divide by the all-reduced count",
 )
 def token_mean_per_rank(context: LintContext) -> Iterator[Hit]:
-    """A loss divided by this rank's own number of tokens weights the tokens of ranks unequally.
+    """A loss divided by this rank's own number of tokens weights tokens unequally across ranks.
 
-    Why: gradients are averaged over ranks. Where ranks hold different numbers of unmasked tokens, a mean of each rank's
-    means is not the mean over all tokens: tokens count more on ranks that have fewer. No error is raised.
+    Why: gradients are averaged over ranks. If ranks have different numbers of unmasked tokens, the mean of the ranks'
+    means is not the mean over all tokens: tokens on ranks with fewer tokens have more weight. No error is raised.
     """
     file = context.file
     if not any(getattr(call.func, "attr", "") == "backward" for call in file.calls):
@@ -152,7 +152,7 @@ def token_mean_per_rank(context: LintContext) -> Iterator[Hit]:
 
 
 def _is_mean_of_own_tokens(file: FileContext, node: ast.BinOp | ast.AugAssign, summed: set[str]) -> bool:
-    """`loss.sum() / mask.sum()`, where no other rank adds to the count."""
+    """Whether it is `loss.sum() / mask.sum()` with a count that is not reduced over ranks."""
     over, count = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
     if not _LOSSES.search(file.source(over)) or any(one.id in summed for one in _names(count)):
         return False
@@ -160,7 +160,7 @@ def _is_mean_of_own_tokens(file: FileContext, node: ast.BinOp | ast.AugAssign, s
 
 
 def _is_count(file: FileContext, node: ast.expr, depth: int = 5) -> bool:
-    """`mask.sum()`, `(labels != -100).sum()`, also held away from zero or converted, or a name for it."""
+    """Whether it is `mask.sum()` or `(labels != -100).sum()`, possibly clamped or converted, or a name of one."""
     if isinstance(node, ast.Name):
         return depth > 0 and any(_is_count(file, one, depth - 1) for one in file.assigned(node))
     if isinstance(node, ast.BinOp):
@@ -172,7 +172,7 @@ def _is_count(file: FileContext, node: ast.expr, depth: int = 5) -> bool:
     if name in _SAME_COUNT:
         return any(_is_count(file, given, depth) for given in (of, *node.args) if given is not None)
     given = of or (node.args[0] if node.args else None)
-    # With a dimension it counts by sequence, not by rank.
+    # With a dimension it counts tokens per sequence, not per rank.
     if name not in ("sum", "count_nonzero") or given is None or len(node.args) > (of is None):
         return False
     return name == "count_nonzero" or _is_masked(file, given)
@@ -183,7 +183,7 @@ def _is_masked(file: FileContext, node: ast.expr) -> bool:
 
 
 def _averages(file: FileContext, call: ast.Call) -> bool:
-    """`cross_entropy` over targets some of which are ignored, or `loss[mask].mean()`."""
+    """Whether it is `cross_entropy` with ignored targets, or `loss[mask].mean()`."""
     if isinstance(call.func, ast.Attribute) and call.func.attr == "mean" and not call.args:
         of = call.func.value
         loss = of.value if isinstance(of, ast.Subscript) else of
@@ -199,7 +199,7 @@ def _averages(file: FileContext, call: ast.Call) -> bool:
 
 
 def _writes_ignored_targets(file: FileContext) -> bool:
-    """`labels[~mask] = -100`, `masked_fill(mask, -100)`, `torch.where(mask, labels, -100)`."""
+    """Whether there is `labels[~mask] = -100`, `masked_fill(mask, -100)` or `torch.where(mask, labels, -100)`."""
     given = [node.value for node in file.nodes(ast.Assign) if isinstance(node.targets[0], ast.Subscript)]
     fills = ("masked_fill", "masked_fill_", "where", "full_like")
     given += [argument for call in file.calls if last_name(call.func) in fills for argument in call.args]
@@ -246,7 +246,7 @@ def deepcopy_of_sharded_model(context: LintContext) -> Iterator[Hit]:
 def data_assigned_after_shard(context: LintContext) -> Iterator[Hit]:
     """Assigning `.data` of a sharded parameter is ignored.
 
-    Why: FSDP keeps the shard it made and gathers from that; the new tensor is never used.
+    Why: FSDP all-gathers from its own shard; the new tensor is never used.
     """
     for trace, event in context.events:
         for value in event.receiver if event.is_store and event.method == "data" else ():
@@ -254,7 +254,7 @@ def data_assigned_after_shard(context: LintContext) -> Iterator[Hit]:
             if isinstance(value, ObjectRef) and value.path and value.path[-1] in ("weight", "bias"):
                 owner = value.parent
             shard = trace.holds_shards(owner, event) if owner is not None else None
-            if shard is not None and not shard.is_automatic:  # shardwise lets `.data` arrive
+            if shard is not None and not shard.is_automatic:  # shardwise handles assignments to `.data`
                 yield Hit(event.node, "FSDP2 continues with its own shard; this assignment changes nothing")
 
 
@@ -262,8 +262,8 @@ def data_assigned_after_shard(context: LintContext) -> Iterator[Hit]:
 def no_reduce_dtype(context: LintContext) -> Iterator[Hit]:
     """Without `reduce_dtype`, gradients are summed over ranks in the 16-bit compute dtype.
 
-    Why: bfloat16 keeps 8 bits of a sum; the error grows with the number of ranks. Which dtype is used when it is left
-    out has also changed between torch versions.
+    Why: bfloat16 sums have 8 significant bits; the error grows with the number of ranks. The default dtype has also
+    changed between torch versions.
     """
     for _, event in context.events_of(_POLICY):
         is_given = event.is_open or "reduce_dtype" in event.keywords or len(event.args) > 1
@@ -272,7 +272,7 @@ def no_reduce_dtype(context: LintContext) -> Iterator[Hit]:
 
 
 def _reduce_dtype(context: LintContext, event: ProgramEvent) -> tuple[Edit, ...]:
-    """Insert the argument after the last one, spelling torch as the dtype next to it does."""
+    """Insert the argument after the last one; torch is spelled as in the dtype argument."""
     assert isinstance(event.node, ast.Call), "a call of the policy"
     dtype = argument_of(event.node, 0, "param_dtype")
     if not (isinstance(dtype, ast.Attribute) and isinstance(dtype.value, ast.Name)):
@@ -290,7 +290,7 @@ def fp16_without_scaler(context: LintContext) -> Iterator[Hit]:
     if "GradScaler" not in context.file.text and ".backward(" in context.file.text:
         for _, event in context.events_of(_POLICY, _POLICY.removesuffix("Policy")):  # FSDP1's too
             dtypes = event.argument(0, "param_dtype")
-            if dtypes and all(refers_to(frozenset({one}), *_HALF) for one in dtypes):  # not one choice of several
+            if dtypes and all(refers_to(frozenset({one}), *_HALF) for one in dtypes):  # not one of several choices
                 yield Hit(event.node, "float16 without a gradient scaler: small gradients become zero")
 
 
@@ -303,7 +303,7 @@ def fp16_without_scaler(context: LintContext) -> Iterator[Hit]:
 def low_precision_weights(context: LintContext) -> Iterator[Hit]:
     """A model stored in 16 bits also keeps its optimizer state and its updates in 16 bits.
 
-    Why: an update smaller than 1/256 of a bfloat16 weight changes nothing. Store float32 and compute in bfloat16 with
+    Why: an update smaller than 1/256 of a bfloat16 weight is lost. Store float32 and compute in bfloat16 with
     `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
     """
     for trace, event in context.events:

@@ -1,4 +1,4 @@
-"""Rules about `fully_shard`: its arguments, what it is given, and in which order."""
+"""Rules about `fully_shard`: its arguments, its modules, and the order of calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FROM_FSDP1 = {
     "ignored_modules": "ignored_params={p for m in modules for p in m.parameters()}",
     "ignored_states": "ignored_params=",
     "ignored_parameters": "ignored_params=",
-    "param_init_fn": "to_empty() and an initialiser after sharding",
+    "param_init_fn": "to_empty() and an initializer after sharding",
     "device_id": "torch.cuda.set_device() before",
     "sync_module_states": "a broadcast before sharding, or broadcast_from_rank0 when loading",
     "forward_prefetch": "set_modules_to_forward_prefetch()",
@@ -53,9 +53,9 @@ _NAMED_MESH = 'init_device_mesh(device, (replicas, shards), mesh_dim_names=("rep
 
 @rule("SW193")
 def fsdp1_argument(context: LintContext) -> Iterator[Hit]:
-    """FSDP1's settings given to `fully_shard`.
+    """`fully_shard` is called with settings of FSDP1.
 
-    Symptom: `TypeError: fully_shard() got an unexpected keyword argument`, or an attribute missing at the forward.
+    Symptom: `TypeError: fully_shard() got an unexpected keyword argument`, or a missing attribute in the forward.
     """
     for _, event in context.events_of(FULLY_SHARD):
         for name, entry in event.keywords.items():
@@ -75,9 +75,9 @@ def _fsdp1_types(value: Value) -> set[str]:
 
 @rule("SW215")
 def wrong_fully_shard_argument(context: LintContext) -> Iterator[Hit]:
-    """`fully_shard` takes one module and keyword arguments of its own.
+    """`fully_shard` takes one positional argument, the module, and only its own keyword arguments.
 
-    Symptom: `TypeError`, when the call is reached.
+    Symptom: `TypeError` when the call is executed.
     """
     for _, event in context.events_of(FULLY_SHARD):
         given = getattr(event.node, "args", [])
@@ -89,7 +89,7 @@ def wrong_fully_shard_argument(context: LintContext) -> Iterator[Hit]:
                 fix = fix_name(name, _KNOWN, f"it takes {', '.join(sorted(_KNOWN - {'module'}))}")
                 yield Hit(entry.node, f"fully_shard has no argument {name}", fix)
             elif name == "mp_policy" and entry.values == {Constant(None)}:
-                fix = "leave mp_policy out, or pass MixedPrecisionPolicy()"
+                fix = "omit mp_policy, or pass MixedPrecisionPolicy()"
                 yield Hit(entry.node, "mp_policy=None fails: fully_shard reads its fields", fix)
             elif name in _KNOWN and entry.values and all(_is_wrong_literal(name, value) for value in entry.values):
                 message = f"{context.file.source(entry.node)} is not a value of {name}"
@@ -97,7 +97,7 @@ def wrong_fully_shard_argument(context: LintContext) -> Iterator[Hit]:
 
 
 def _is_wrong_literal(name: str, value: Value) -> bool:
-    """Whether a text, number, list or dict in the file is given where `fully_shard` takes none."""
+    """Whether the value is a literal of a type that `fully_shard` does not accept for this argument."""
     if isinstance(value, TupleValue | DictValue):
         return name in _TYPES
     kinds = (bool, int) if name == "reshard_after_forward" else ()
@@ -108,8 +108,8 @@ def _is_wrong_literal(name: str, value: Value) -> bool:
 def hsdp_without_named_mesh(context: LintContext) -> Iterator[Hit]:
     """Hybrid sharding needs a 2-D mesh with named axes, replicas first.
 
-    Why: without names `fully_shard` refuses the mesh; a flattened or missing mesh is worse, it silently shards over all
-    ranks.
+    Why: without names `fully_shard` raises; with a flattened mesh or none it silently shards over all ranks, which is
+    worse.
     """
     for trace, event in context.events_of(FULLY_SHARD):
         mesh = event.keywords.get("mesh")
@@ -117,7 +117,7 @@ def hsdp_without_named_mesh(context: LintContext) -> Iterator[Hit]:
             message = _mesh_problem(trace, value, event)
             if mesh is not None and message:
                 made = value.site if isinstance(value, ObjectRef) and not value.path else None
-                node = made if isinstance(made, ast.Call) else mesh.node  # where the fix goes
+                node = made if isinstance(made, ast.Call) else mesh.node  # where the fix applies
                 yield Hit(node, f"{message} (line {event.line})")
     yield from _hybrid_without_mesh(context)
 
@@ -140,7 +140,7 @@ def _mesh_problem(trace: Trace, value: Value, event: ProgramEvent) -> str:
 
 
 def _num_axes(made: ProgramEvent) -> int:
-    """How many axes a new mesh has; 0 where that is computed."""
+    """Return the number of axes of a new mesh; 0 if it is computed."""
     if made.is_call_to(_INIT_MESH):
         return next((len(one.items) for one in made.argument(1, "mesh_shape") if isinstance(one, TupleValue)), 0)
     for value in made.argument(1, "mesh"):
@@ -153,7 +153,7 @@ def _num_axes(made: ProgramEvent) -> int:
 
 
 def _hybrid_without_mesh(context: LintContext) -> Iterator[Hit]:
-    """A setting called hybrid is tested, but no `fully_shard` call of the file gets a mesh."""
+    """Find tests of a setting called hybrid in a file in which no `fully_shard` call has a mesh."""
     calls = [event for _, event in context.events_of(FULLY_SHARD)]
     if not calls or any(event.is_open or "mesh" in event.keywords for event in calls):
         return
@@ -162,7 +162,7 @@ def _hybrid_without_mesh(context: LintContext) -> Iterator[Hit]:
     for node in context.file.nodes(ast.If):
         for test in ast.walk(node.test):
             if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.In) and _names_hybrid(test):
-                message = "hybrid sharding is asked for, but fully_shard gets no mesh and shards over all ranks"
+                message = "hybrid sharding is requested, but fully_shard gets no mesh and shards over all ranks"
                 yield Hit(test, message, f"pass mesh={_NAMED_MESH}")
                 break
 
@@ -171,11 +171,11 @@ def _names_hybrid(test: ast.expr) -> bool:
     return any(isinstance(node, ast.Constant) and _HYBRID.search(str(node.value)) for node in ast.walk(test))
 
 
-@rule("SW237", Severity.NOTE, fix="leave reshard_after_forward out on the root", preview=True)
+@rule("SW237", Severity.NOTE, fix="omit reshard_after_forward on the root", preview=True)
 def root_reshards_after_forward(context: LintContext) -> Iterator[Hit]:
-    """`reshard_after_forward=True` on the root frees what backward gathers again at once.
+    """`reshard_after_forward=True` on the root frees parameters that backward unshards again immediately.
 
-    Why: the root's parameters are the first that backward needs; by default they stay gathered.
+    Why: backward needs the root's parameters first; by default they stay unsharded.
     """
     for trace, shard in context.shards:
         given = shard.event.keywords.get("reshard_after_forward")
@@ -183,7 +183,7 @@ def root_reshards_after_forward(context: LintContext) -> Iterator[Hit]:
             holds_others = any(trace.is_part_of(other.subject, shard.subject) for other in trace.shards)
             is_inner = any(trace.is_part_of(shard.subject, other.subject) for other in trace.shards)
             if holds_others and not is_inner:
-                yield Hit(given.node, "the root is freed after forward and gathered again at the start of backward")
+                yield Hit(given.node, "the root is resharded after forward, and unsharded again for backward")
 
 
 _SHARDS_INSIDE = re.compile(r"shard|fsdp|wrap|paralle|prepare", re.IGNORECASE)
@@ -194,20 +194,20 @@ _SIZED = {"torch.ones", "torch.zeros", "torch.empty", "torch.randn", "torch.rand
 
 @rule("SW202", Severity.WARNING, fix="call fully_shard on each block first, then on the model")
 def root_only_sharding(context: LintContext) -> Iterator[Hit]:
-    """One `fully_shard` call on the whole model makes one group: all of it is gathered at once.
+    """One `fully_shard` call on the whole model makes one group, which is unsharded as a whole.
 
-    Why: a group is gathered and freed as one; with a single group the peak is the unsharded model, and no communication
-    can hide behind computation.
+    Why: a group is unsharded and resharded as one; with a single group peak memory is that of the unsharded model, and
+    communication cannot overlap with computation.
     """
     file = context.file
     read = {shard.event.node for _, shard in context.shards}
     loads = [node for node in file.nodes(ast.Name, ast.Attribute) if isinstance(node.ctx, ast.Load)]
     loads = [node for node in loads if not isinstance(file.parents[node], ast.Attribute)]
     if sum(file.is_any(node, {FULLY_SHARD}) for node in loads) != len(read):
-        return  # the subject of some `fully_shard` is unknown: it may be a block
+        return  # a `fully_shard` call with an unknown module: it may shard blocks
     for trace, shard in context.shards:
         if _is_whole_model(file, trace, shard) and not _has_groups_inside(trace, shard):
-            message = "the whole model is one group: every parameter is gathered at once, nothing overlaps"
+            message = "the whole model is one group: it is unsharded as a whole, and nothing overlaps"
             yield Hit(shard.event.node, message)
 
 
@@ -227,7 +227,7 @@ def _is_whole_model(file: FileContext, trace: Trace, shard: Shard) -> bool:
 
 
 def _holds_blocks(file: FileContext, call: ast.Call) -> bool:
-    """Whether a call makes a list of modules, or one that has a list inside."""
+    """Whether a call creates a list of modules, or a module that contains one."""
     origins = file.origins(call.func)
     if origins & LISTS or any(origin.startswith("torch.nn.Transformer") for origin in origins):
         return True
@@ -240,7 +240,7 @@ def _has_groups_inside(trace: Trace, shard: Shard) -> bool:
     return any(
         shard.subject in values and _SHARDS_INSIDE.search(event.method)
         for event in trace.events
-        if event is not shard.event and not event.is_inlined  # an inlined function's own calls have been read
+        if event is not shard.event and not event.is_inlined  # calls inside an inlined function are events themselves
         for values in event.args
     )
 
@@ -255,7 +255,7 @@ def container_sharded(context: LintContext) -> Iterator[Hit]:
         subject = shard.subject
         kinds = sorted(origin.rpartition(".")[2] for origin in subject.origins & LISTS)
         if subject.path and subject.path[-1] in ("layers", "h", "blocks"):
-            # The transformers library keeps its blocks in a ModuleList, under one of these names.
+            # transformers stores blocks in a ModuleList with one of these names.
             kinds = ["ModuleList" for one in subject.whole.origins if one.startswith("transformers.")]
         if kinds and not shard.is_automatic:
             yield Hit(shard.event.node, f"{kinds[0]} has no forward, so fully_shard refuses it")
@@ -263,10 +263,10 @@ def container_sharded(context: LintContext) -> Iterator[Hit]:
 
 @rule("SW213", fix="shard both in one call, fully_shard([a, b]), or leave both to the root")
 def tied_weights_split(context: LintContext) -> Iterator[Hit]:
-    """Tied weights sharded in separate groups come apart.
+    """Tied weights that are sharded in separate groups are no longer tied.
 
-    Why: each group makes a parameter of its own. Up to torch 2.12 and sometimes later this is silent: the two weights
-    train separately; newer versions raise.
+    Why: each group creates its own parameter. Up to torch 2.12, and sometimes later, no error is raised and the two
+    weights train separately; newer versions raise.
     """
     for trace, tie in context.events:
         given = modules(tie.args[0]) if tie.is_store and tie.method == "weight" else []
@@ -275,7 +275,7 @@ def tied_weights_split(context: LintContext) -> Iterator[Hit]:
                 alone = {shard.subject: shard for shard in reversed(trace.shards) if len(shard.together) == 1}
                 if source in alone and target in alone:
                     last = max(alone[source], alone[target], key=lambda shard: shard.event.order)
-                    message = f"its weight is tied to another module's (line {tie.line}) that has a group of its own"
+                    message = f"its weight is tied to another module's (line {tie.line}) in a separate group"
                     yield Hit(last.event.node, message)
 
 
@@ -320,7 +320,7 @@ def _is_scalar(file: FileContext, node: ast.expr) -> bool:
 def ignored_params_on_some_calls(context: LintContext) -> Iterator[Hit]:
     """`ignored_params` holds for one `fully_shard` call only.
 
-    Why: a block that is sharded without it takes the parameters that the root's call was told to leave alone.
+    Why: a block that is sharded without it also shards the parameters that the root's call ignores.
     """
     for trace, root in context.shards:
         owners = v.owners_of_params(root.event.argument(None, "ignored_params"))
@@ -349,15 +349,15 @@ _NESTED = {
         "TransformerDecoderLayer",
     },
 }
-"""Torch's own modules that contain others."""
+"""Torch's modules that contain other modules of torch."""
 
 
 @rule("SW206", fix="apply activation checkpointing first, then shard the wrapped blocks")
 def checkpointing_after_shard(context: LintContext) -> Iterator[Hit]:
-    """Activation checkpointing applied after `fully_shard` wraps the sharded block from outside.
+    """Activation checkpointing applied after `fully_shard` wraps the sharded block.
 
     Why: FSDP's hooks then run inside the recomputation. On torch 2.11 they do not cast the block's inputs again, which
-    fails in backward where the block casts them; from 2.13 on, gradients and all-gathers are those of the other order.
+    fails in backward if the block casts them; from 2.13 on, gradients and all-gathers equal those of the right order.
     """
     for trace, event in context.events_of(*_APPLY_CHECKPOINTING, _WRAP_CHECKPOINTING):
         is_whole = event.is_call_to(*_APPLY_CHECKPOINTING)
@@ -372,10 +372,10 @@ def checkpointing_after_shard(context: LintContext) -> Iterator[Hit]:
 
 @rule("SW207", fix="test isinstance(module, CheckpointWrapper), or loop over the list that holds the blocks")
 def block_sharded_inside_checkpoint(context: LintContext) -> Iterator[Hit]:
-    """Picking blocks by class after checkpointing finds the block inside its wrapper.
+    """Selecting blocks by class after checkpointing selects the block inside its wrapper.
 
-    Why: `apply_activation_checkpointing` puts a `CheckpointWrapper` around each block; the class matches what is
-    inside, so the wrapper ends up outside of FSDP.
+    Why: `apply_activation_checkpointing` wraps each block in a `CheckpointWrapper`; the class matches the inner block,
+    so the wrapper is outside the FSDP group.
     """
     for trace, event in context.events_of(*_APPLY_CHECKPOINTING):
         wrapped = _checkpointed_classes(context.file, event)
@@ -393,7 +393,7 @@ def _picked_classes(file: FileContext, guards: tuple[BranchTest, ...] | list[Bra
 
 
 def _checkpointed_classes(file: FileContext, event: ProgramEvent) -> set[str]:
-    """The classes that a `check_fn` picks, where it is a lambda or function of this file."""
+    """Return the classes that a `check_fn` selects, if it is a lambda or a function of this file."""
     check = event.keywords.get("check_fn") or event.keywords.get("auto_wrap_policy")
     nodes = [file.definition(check.node), *file.assigned(check.node)] if check is not None else []
     calls = [call for node in nodes[:2] if node is not None for call in calls_in(node)]
@@ -402,10 +402,10 @@ def _checkpointed_classes(file: FileContext, event: ProgramEvent) -> set[str]:
 
 @rule("SW208", Severity.WARNING, fix="compile each block before sharding it, or call model.compile() after sharding")
 def compiled_model_sharded(context: LintContext) -> Iterator[Hit]:
-    """`torch.compile` of the whole model before `fully_shard` compiles what FSDP then takes apart.
+    """`torch.compile` of the whole model before `fully_shard` compiles the model without FSDP's hooks.
 
-    Why: the graph breaks at every hook, and state-dict keys get an `_orig_mod.` prefix. Compile block by block, or
-    call `model.compile()` after sharding.
+    Why: the graph breaks at every hook, and state-dict keys get an `_orig_mod.` prefix. Compile each block, or call
+    `model.compile()` after sharding.
     """
     for trace, event in context.events_of("torch.compile"):
         for shard in trace.shards:
@@ -416,14 +416,14 @@ def compiled_model_sharded(context: LintContext) -> Iterator[Hit]:
 
 @rule("SW203", fix="shard children first, then the modules around them, the root last")
 def parent_before_child(context: LintContext) -> Iterator[Hit]:
-    """`fully_shard` on a parent before its child leaves the child nothing to shard.
+    """`fully_shard` on a parent before its child leaves the child no parameters to shard.
 
-    Why: each call takes the parameters that no earlier call took; children go first, the root last.
+    Why: each call shards the parameters that no earlier call sharded; children come first, the root last.
     Symptom: `TypeError: Invariant encountered: value was None when it should not be`.
     """
     for trace, child in context.shards:
         for parent in trace.shards:
-            # shardwise knows the order; a list of modules is refused, and SW205 says so
+            # shardwise orders the calls itself; a ModuleList raises in any order (SW205)
             is_excused = parent.is_automatic or parent.subject.origins & LISTS
             is_around = trace.is_part_of(child.subject, parent.subject)
             if is_around and not is_excused and trace.precedes(parent.event, child.event):
@@ -438,13 +438,13 @@ def parent_before_child(context: LintContext) -> Iterator[Hit]:
 
 
 def _parents_come_first(file: FileContext, shard: Shard) -> str:
-    """Why a loop over `modules()` meets a module that is to be sharded before one inside it; else nothing."""
+    """Return why a loop over `modules()` shards a module before one inside it; empty if it does not."""
     loop = shard.event.loop
     if shard.subject.path[-1:] != (DESCENDANT,) or not isinstance(loop, ast.For):
         return ""
     called = {last_name(call.func) for call in calls_in(loop.iter)}
     if "reversed" in called or not called & {"modules", "named_modules"}:
-        return ""  # the second: modules chosen before, one cannot see by what
+        return ""  # modules were filtered before; the condition is unknown
     inside = [guard for guard in shard.event.guards if loop.lineno <= guard.test.lineno <= (loop.end_lineno or 0)]
     if not inside:
         return "and every one of them is sharded"
@@ -460,7 +460,7 @@ def _parents_come_first(file: FileContext, shard: Shard) -> str:
 def sharded_twice(context: LintContext) -> Iterator[Hit]:
     """A module can be given to `fully_shard` only once.
 
-    Why: the first call has already replaced its parameters and installed its hooks.
+    Why: the first call has already replaced its parameters and registered its hooks.
     Symptom: `fully_shard has already been applied to the module`.
     """
     for trace, second in context.shards:
@@ -471,12 +471,12 @@ def sharded_twice(context: LintContext) -> Iterator[Hit]:
                 yield Hit(second.event.node, message, "remove one of the two calls")
                 break
         if _is_repeated(second):
-            message = "every turn of the loop shards the same module"
+            message = "every iteration of the loop shards the same module"
             yield Hit(second.event.node, message, "shard it once, before the loop")
 
 
 def _is_repeated(shard: Shard) -> bool:
-    """Whether a loop of the same function repeats the call for a module that was made before the loop."""
+    """Whether a loop in the same function repeats the call for a module created before the loop."""
     loop, argument = shard.event.loop, _first_argument(shard)
     if not (isinstance(loop, ast.For) and not shard.subject.path and isinstance(argument, ast.Name)):
         return False
@@ -488,7 +488,7 @@ def _is_repeated(shard: Shard) -> bool:
 
 
 def _is_one_module(file: FileContext, first: Shard, second: Shard) -> bool:
-    """Not merely two elements of one list: then both loops have to go over the same."""
+    """Whether two shards are the same module; elements of a list are, if both loops iterate over the same list."""
     one, other = first.event.loop, second.event.loop
     if one is None and other is None:
         return ITEM not in first.subject.path and len(first.together) == len(second.together) == 1
