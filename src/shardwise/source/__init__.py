@@ -1,1 +1,1 @@
-"""One reader of Python programs for lint and the codemod; never imports torch."""
+"""Reader of Python programs for lint and the codemod; never imports torch."""

@@ -1,4 +1,4 @@
-"""Make edits, and apply them to a file's text."""
+"""Create edits, choose compatible ones, and apply them to a text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shardwise.source.syntax import FileContext
 
 
 def change(start: int, end: int, text: str) -> Edit:
-    """An edit; with `start == end`, an insertion."""
+    """Return an edit; with `start == end`, an insertion."""
     return Edit(start=start, end=end, text=text)
 
 
 def without_names(
     file: FileContext, node: ast.Import | ast.ImportFrom, gone: list[ast.alias], *, drop_comment: bool = False
 ) -> list[Edit]:
-    """Take names out of an import, or the statement where all go; nothing where a person should do it.
+    """Return edits that remove names, or all of an import; none if it is unclear what to remove.
 
-    A comment behind a statement that goes stays, with the statement, unless `drop_comment`.
+    A statement with a comment behind it is not removed, unless `drop_comment`.
     """
     text, span = file.text, file.positions.span
     start, end = span(node)
@@ -42,17 +42,17 @@ def without_names(
             line = re.compile(r"[ \t]*(?:#[^\r\n]*)?\r?\n").match(text, comma.end())
             is_alone = not text[line_start:begin].strip() and line_start > start
             edits.append(change(line_start, line.end(), "") if is_alone and line else change(begin, comma.end(), ""))
-        else:  # the last of all: what is gone before it goes with it
+        else:  # the last name: removed together with removed names before it
             kept_end = max(span(one)[1] for one in node.names if one not in gone)
             if "#" in text[kept_end:behind]:
-                return []  # comments between the names: leave the line to a person
+                return []  # comments between the names: to be edited by hand
             edits = [edit for edit in edits if edit.start < kept_end]
             edits.append(change(kept_end, behind, ""))
     return edits
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all edits made, equal ones once; insertions at one place keep the order they were given in.
+    """Apply all edits, equal ones once; insertions at one position keep their given order.
 
     Raises:
         SourceError: Two edits overlap.
@@ -63,7 +63,7 @@ def apply(text: str, edits: Iterable[Edit]) -> str:
         if edit.start < done:
             raise SourceError(
                 f"two rewrites touch the same text, {text[edit.start : edit.end]!r}",
-                why="each rule must leave alone what another has taken",
+                why="edits of different rules must not overlap",
                 fix="report it, with the file",
             )
         pieces += [text[done : edit.start], edit.text]
@@ -72,9 +72,9 @@ def apply(text: str, edits: Iterable[Edit]) -> str:
 
 
 def choose(findings: Iterable[SourceFinding]) -> list[SourceFinding]:
-    """The findings whose edits can be applied together: earlier ones first, those that would overlap left out.
+    """Return findings whose edits can be applied together: of overlapping ones, the first.
 
-    The rest are found again once these are applied.
+    The others are found again after these are applied.
     """
     chosen: list[SourceFinding] = []
     taken: set[Edit] = set()
@@ -87,6 +87,6 @@ def choose(findings: Iterable[SourceFinding]) -> list[SourceFinding]:
 
 
 def _overlap(one: Edit, other: Edit) -> bool:
-    if one.start == one.end or other.start == other.end:  # insertions: not inside another, and not at one place
+    if one.start == one.end or other.start == other.end:  # insertions: not inside another edit or at the same place
         return one.start <= other.end and other.start <= one.end
     return one.start < other.end and other.start < one.end

@@ -1,4 +1,4 @@
-"""What a call means for models, parameters and state dicts; which tests hold on one rank only."""
+"""Meaning of calls for models, parameters and state dicts; tests that hold only on rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RETURNS_FIRST = (
     "shardwise.compile_blocks",
     "shardwise.checkpoint_activations",
 )
-"""Functions that give back their first argument, changed or wrapped, with the same parameters."""
+"""Functions that return their first argument, changed or wrapped, with the same parameters."""
 GET_MODEL, GET_OPTIM = f"{_STATE_DICT}.get_model_state_dict", f"{_STATE_DICT}.get_optimizer_state_dict"
 GET_BOTH, SET_BOTH = f"{_STATE_DICT}.get_state_dict", f"{_STATE_DICT}.set_state_dict"
 SET_MODEL, SET_OPTIM = f"{_STATE_DICT}.set_model_state_dict", f"{_STATE_DICT}.set_optimizer_state_dict"
@@ -34,27 +34,27 @@ _EMPTY_WEIGHTS = ("accelerate.init_empty_weights", "accelerate.big_modeling.init
 
 
 def makes_meta(event: ProgramEvent) -> bool:
-    """Whether a `with` over this call makes new tensors without storage."""
+    """Whether tensors created in a `with` block of this call are on the meta device."""
     if event.is_call_to("torch.device"):
         return Constant("meta") in event.argument(0, "device", "type")
     return event.is_call_to(*_EMPTY_WEIGHTS)
 
 
 def is_device(value: object, name: str) -> bool:
-    """Whether a value is `"cuda"` or `torch.device("cuda")`, with an index or not, for a name such as `cuda`."""
+    """Whether a value is a device such as `"cuda"` or `torch.device("cuda")`, with or without an index."""
     if isinstance(value, ObjectRef) and "torch.device" in value.origins:
         return is_device_text(next(iter(getattr(value.site, "args", [])), None), name)
     return isinstance(value, Constant) and str(value.value).startswith(name)
 
 
 def is_device_text(node: ast.AST | None, name: str) -> bool:
-    """Whether a literal or f-string is the text of this device."""
+    """Whether a literal or f-string starts with the name of this device."""
     node = node.values[0] if isinstance(node, ast.JoinedStr) and node.values else node
     return isinstance(node, ast.Constant) and str(node.value).startswith(name)
 
 
 def state_dict_of(event: ProgramEvent) -> Values:
-    """What `get_model_state_dict` and its siblings return; of both, a pair."""
+    """Return the value of `get_model_state_dict` and related functions; a pair for `get_state_dict`."""
     assert isinstance(event.node, ast.Call), "a call of a function"
     if "options" not in event.keywords:
         is_full = None if event.is_open else False
@@ -65,7 +65,7 @@ def state_dict_of(event: ProgramEvent) -> Values:
 
 
 def option(options: Values, name: str) -> bool | None:
-    """A flag of `StateDictOptions(...)`; None where it is computed, False where it is left out."""
+    """Return a flag of `StateDictOptions(...)`; None if it is computed, False if it is omitted."""
     found: set[bool | None] = set()
     for value in options:
         call = value.site if isinstance(value, ObjectRef) and OPTIONS in value.origins else None
@@ -77,7 +77,7 @@ def option(options: Values, name: str) -> bool | None:
 
 
 def refers_to(values: Values, *names: str) -> bool:
-    """Whether one of the values is an imported name of these."""
+    """Whether one of the values is an imported name in `names`."""
     return any(isinstance(value, v.ImportedName) and not value.origins.isdisjoint(names) for value in values)
 
 
@@ -92,9 +92,9 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK")
 
 
 def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool | None:
-    """True if a test holds on one rank only, False if on all but one, None if it asks for something else."""
+    """True if a test holds only on one rank, False if on all others, None for any other test."""
     if _is_rank(file, test, hops):
-        return False  # `if rank:` is all but rank 0
+        return False  # `if rank:` holds on all ranks except 0
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = asks_for_rank_zero(file, operand, hops)
@@ -124,17 +124,17 @@ def asks_for_rank_zero(file: FileContext, test: ast.AST, hops: int = 4) -> bool 
 
 
 def _is_number(node: ast.expr) -> bool:
-    """Whether a device is compared like the rank that it is numbered by: `self.device == 0`, `args.gpu == 0`."""
+    """Whether it is a device index that is compared like a rank: `self.device == 0`, `args.gpu == 0`."""
     return last_name(node) in ("device", "gpu", "device_id", "gpu_id")
 
 
 def is_rank_zero_decorator(node: ast.expr) -> bool:
-    """Whether a decorator lets only rank 0 call the function."""
+    """Whether a decorator runs the function only on rank 0."""
     return _DECORATORS.match(last_name(node)) is not None
 
 
 def _compares_to_zero(operation: ast.cmpop, right: ast.expr) -> bool | None:
-    """What `rank == 0`, `rank in (0, -1)`, `rank > 0` and the like ask for."""
+    """Return the meaning of `rank == 0`, `rank in (0, -1)`, `rank > 0` and the like."""
     if isinstance(right, ast.List | ast.Tuple):
         some = [ast.unparse(one) for one in right.elts]
         is_member = isinstance(operation, ast.In | ast.NotIn) and set(some) <= {"0", "-1"}
@@ -158,7 +158,7 @@ def _is_rank(file: FileContext, node: ast.AST, hops: int) -> bool:
             values = file.assigned(node) if hops and isinstance(node, ast.Name) else []
             is_assigned = len(values) == 1 and _is_rank(file, values[0], hops - 1)
             return is_assigned or bool(_RANK.match(last_name(node)))
-        case ast.Call(args=[], keywords=[]):  # of the world, not of a group
+        case ast.Call(args=[], keywords=[]):  # rank in the world, not in a group
             return file.is_any(node.func, _RANK_CALLS) or getattr(node.func, "attr", "") == "get_rank"
         case ast.Call(func=ast.Name(id="int"), args=[inner]):
             return _is_rank(file, inner, hops)

@@ -19,7 +19,7 @@ from shardwise.progress import NoProgress, Progress
 STDIN = "-"
 _EXCLUDED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "__pypackages__"})
 _OUTPUT_FOLDERS = frozenset({"env", "build", "dist", "_build"})
-"""Excluded too, unless they have Python files of their own: then they are packages."""
+"""Also excluded, unless they directly contain Python files and are therefore packages."""
 _WORTH_A_POOL_BYTES = 300_000  # below this, starting processes takes longer than reading the files
 _T = TypeVar("_T")
 
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 def find_files(
     paths: Iterable[str | Path], suffixes: Collection[str], is_excluded: Callable[[str], bool] = lambda path: False
 ) -> list[str]:
-    """The files at these paths: files as given, folders searched for the suffixes; in order, each once.
+    """Return the files at these paths, in order and without repetitions; folders are searched for the suffixes.
 
     Raises:
         SourceError: A path does not exist.
@@ -35,7 +35,7 @@ def find_files(
     found: dict[str, None] = {}
     for path in map(str, paths):
         if path != STDIN and not os.path.exists(path):
-            raise SourceError(f"no such file or folder: {path}", where=path, fix="give paths that exist")
+            raise SourceError(f"no such file or folder: {path}", where=path, fix="pass paths that exist")
         if os.path.isdir(path):
             found.update(dict.fromkeys(sorted(_search(path, suffixes, is_excluded))))
         elif path == STDIN or not is_excluded(path):
@@ -65,10 +65,10 @@ def _has_code(folder: str) -> bool:
 
 
 def read_bytes(path: str) -> bytes:
-    """A file's bytes, or those of standard input.
+    """Return the bytes of a file, or of standard input.
 
     Raises:
-        SourceError: It cannot be read.
+        SourceError: The file cannot be read.
     """
     if path == STDIN:
         return sys.stdin.buffer.read()
@@ -79,10 +79,10 @@ def read_bytes(path: str) -> bytes:
 
 
 def write_bytes(path: str, data: bytes) -> None:
-    """Replace a file's content in one step, keeping its mode and, where it is a link, the link.
+    """Replace a file's content atomically; keep its mode, and a symbolic link to it.
 
     Raises:
-        SourceError: It cannot be written; the file is as it was.
+        SourceError: The file cannot be written; it is unchanged.
     """
     target = os.path.realpath(path)
     temporary = ""
@@ -101,7 +101,7 @@ def write_bytes(path: str, data: bytes) -> None:
         raise SourceError(what, where=path, fix="check the folder's permissions") from None
 
 
-_work: list[Callable[[str], Any]] = []  # of a worker process
+_work: list[Callable[[str], Any]] = []  # in a worker process
 
 
 def map_files(
@@ -112,14 +112,14 @@ def map_files(
     progress: Progress | None = None,
     label: str = "files",
 ) -> list[_T]:
-    """The results of `work` in the order of the files; by several processes where that is faster and safe.
+    """Return the results of `work` in the order of the files; uses several processes if that is faster and safe.
 
     Args:
-        work: Inherited by the processes, so that it is not pickled.
-        files: Paths.
-        num_processes: Else one for each core, if the files are large enough.
-        progress: Told about each file.
-        label: What `progress` calls the work.
+        work: Inherited by forked processes, so it is not pickled.
+        files: Paths of the files.
+        num_processes: Default: one per CPU core, if the files are large enough.
+        progress: Advanced after each file.
+        label: Label of the progress.
     """
     progress, results = progress or NoProgress(), []
     progress.start(len(files), label)
@@ -145,7 +145,7 @@ def _call(path: str) -> Any:
 
 
 def can_fork() -> bool:
-    """Forking is instant and needs no importable main module, but is unsafe beside threads."""
+    """Whether to fork: it is fast and needs no importable main module, but is unsafe if there are threads."""
     return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
 
 

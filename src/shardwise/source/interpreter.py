@@ -1,4 +1,4 @@
-"""Follow a program, function by function: what its names hold, and the calls that it makes."""
+"""Abstract interpretation of a program, function by function: the values of its names, and its calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ITEM = "[]"
 DESCENDANT = "modules()"
 _Test = ast.expr | ast.ExceptHandler
 _MAX_DEPTH = 8
-_MAX_EVENTS = 20_000  # of one trace; a file that reaches it is read no further
+_MAX_EVENTS = 20_000  # per trace; the rest of the file is not read
 _MAX_TURNS = 4
 _CASTS = frozenset({"to", "cuda", "cpu", "half", "float", "double", "bfloat16"})
 _TENSOR_METHODS = frozenset({"detach", "to", "float", "cpu", "values", "clone"})
-_SAME_OBJECT: dict[type, frozenset[str]] = {  # methods that return what they are called on, by its kind
+_SAME_OBJECT: dict[type, frozenset[str]] = {  # methods that return the object itself, by type of the value
     ObjectRef: _CASTS | {"train", "eval", "requires_grad_", "to_empty", "apply"},
     v.Param: _TENSOR_METHODS,
     Items: _TENSOR_METHODS,
@@ -34,7 +34,7 @@ _READERS = frozenset({"print", "len", "str", "repr", "isinstance", "sorted", "li
 
 
 def read_program(file: FileContext) -> list[Trace]:
-    """The traces of a file; each event happens in exactly one of them, except in functions called several times."""
+    """Return the traces of a file; each event is in one trace, except those of functions called several times."""
     main = _Interpreter(file, file.tree)
     with suppress(_OutOfBudget):
         main.block(file.tree.body)
@@ -43,7 +43,7 @@ def read_program(file: FileContext) -> list[Trace]:
         unreached = [function for function in functions if function not in reached]
         if unreached:
             interpreter = _Interpreter(file, unreached[0], main.module_env)
-            # A method that another of its class calls is read there, with its arguments.
+            # A method that another method of the class calls is read at that call, with its arguments.
             for function in unreached:
                 if function not in interpreter.reached:
                     interpreter.read_root(function)
@@ -53,7 +53,7 @@ def read_program(file: FileContext) -> list[Trace]:
 
 
 def _roots(file: FileContext) -> Iterator[list[Function]]:
-    """Functions to start from: methods of one class together, callers before those they call."""
+    """Yield functions to start from: methods of one class together, callers before callees."""
     called = [getattr(call.func, "id", "") or getattr(call.func, "attr", "") for call in file.calls]
     for node in file.tree.body:
         if isinstance(node, ast.ClassDef):
@@ -65,16 +65,16 @@ def _roots(file: FileContext) -> Iterator[list[Function]]:
 
 
 class _OutOfBudget(Exception):
-    """The trace is long enough; what has been read so far stands."""
+    """Raised when a trace has the maximum number of events; the events so far are kept."""
 
 
 class _Interpreter(ast.NodeVisitor):
-    """Reads one trace. `visit` returns an expression's values, and of a statement whether control stops there.
+    """Reads one trace. `visit` returns the values of an expression; for a statement, whether control flow ends there.
 
     Args:
-        file: What is read.
-        root: The module or function from which reading starts.
-        module_env: The module's names; None where the module itself is read.
+        file: The file to read.
+        root: The module or function where reading starts.
+        module_env: The module's names; None if `root` is the module.
     """
 
     def __init__(self, file: FileContext, root: ast.AST, module_env: v.Env | None = None) -> None:
@@ -83,23 +83,23 @@ class _Interpreter(ast.NodeVisitor):
         self.module_env = self.env if module_env is None else module_env
         self.trace = Trace()
         self.reached: set[Function] = set()
-        self._heap: dict[tuple[ObjectRef, str], Values] = {}  # attributes and items that were stored
+        self._heap: dict[tuple[ObjectRef, str], Values] = {}  # attributes and items that were assigned
         self._guards: list[v.BranchTest] = []
         self._contexts: list[ProgramEvent] = []
         self._loops: list[ast.For | ast.AsyncFor | ast.While] = []
         self._chain: list[ast.Call] = []
         self._active: list[Function] = []  # the functions being read, outermost first
         self._returned: list[Values] = []
-        self._turn: tuple[int, ...] = ()  # of the loops that are read turn by turn
+        self._turn: tuple[int, ...] = ()  # indices of the loop iterations that are read separately
         self._meta_depth = 0
 
     def read_root(self, function: Function) -> None:
-        """Read a function that nobody calls, with objects of its own as arguments."""
+        """Read a function that nothing calls, with a new object for each argument."""
         self.root = function
         self.env = {one.arg: frozenset({ObjectRef(one)}) for one in all_parameters(function.args)}
         owner, positional = self.file.parents[function], [*function.args.posonlyargs, *function.args.args]
         if isinstance(owner, ast.ClassDef) and positional:
-            self.env[positional[0].arg] = frozenset({ObjectRef(owner, definition=owner)})  # all methods share it
+            self.env[positional[0].arg] = frozenset({ObjectRef(owner, definition=owner)})  # shared by all methods
         self.reached.add(function)
         with suppress(_OutOfBudget):
             self._body(function)
@@ -122,31 +122,31 @@ class _Interpreter(ast.NodeVisitor):
 
     @contextmanager
     def _guarded(self, test: _Test, taken: bool) -> Iterator[None]:
-        """Inside: the test came out so."""
+        """Record inside the block that the test had this outcome."""
         length = len(self._guards)
         self._assume(test, taken)
         yield
         del self._guards[length:]
 
     def _assume(self, test: _Test, taken: bool, branch: tuple[ast.AST, bool] | None = None) -> None:
-        """From here to the end of the block: the test came out so."""
+        """Record until the end of the current block that the test had this outcome."""
         branch = branch or (test, taken)
         while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, taken = test.operand, not taken
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) == taken:
-            # All of an `and` hold where it is taken; none of an `or` where it is not.
+            # If an `and` holds, so do all its operands; if an `or` fails, so do all its operands.
             for value in test.values:
                 self._assume(value, taken, branch)
         else:
             self._guards.append(v.BranchTest(test, taken, self.file.tested_text(test), branch))
 
     def _load(self, owner: ObjectRef, name: str) -> Values:
-        """An attribute, or an item by the name `[]`, of an object."""
+        """Return the values of an attribute of an object, or of any item if the name is `[]`."""
         stored = self._heap.get((owner, name))
         return stored if stored is not None else frozenset({owner.part(name)})
 
     def _store(self, owner: ObjectRef, name: str, values: Values) -> None:
-        """Set an attribute or item; under a test, it may also keep what it had."""
+        """Set an attribute or item; under a test, the previous values remain possible."""
         for value in modules(values):
             if value != owner:
                 self.trace.owners.setdefault(value, set()).add(owner)
@@ -154,7 +154,7 @@ class _Interpreter(ast.NodeVisitor):
         self._heap[owner, name] = join(before, values) if self._guards or name == ITEM else values
 
     def _rebind(self, node: ast.expr, values: Values) -> None:
-        """Give the name or attribute by which a dictionary or list was reached its new content."""
+        """Set the name or attribute that refers to a dictionary or list to its new content."""
         if isinstance(node, ast.Name):
             self.env[node.id] = values
         elif isinstance(node, ast.Attribute):
@@ -162,7 +162,7 @@ class _Interpreter(ast.NodeVisitor):
                 self._heap[owner, node.attr] = values
 
     def _find_method(self, definition: ast.ClassDef | None, name: str) -> Function | None:
-        """A method of a class, or of its first base in this file, and so on."""
+        """Return a method of a class, or of its bases in this file."""
         for _ in range(_MAX_DEPTH):
             if definition is None:
                 break
@@ -174,10 +174,10 @@ class _Interpreter(ast.NodeVisitor):
         return None
 
     def _item(self, value: v.Value, key: object = None) -> Values:
-        """What `value[key]` is, or any item of it where the key is None."""
+        """Return the values of `value[key]`, or of any item if the key is None."""
         match value:
             case ObjectRef():
-                return self._load(value, ITEM if key is None else f"[{key!r}]")  # `layers[0]` is not any of `layers`
+                return self._load(value, ITEM if key is None else f"[{key!r}]")  # `layers[0]` is not an arbitrary item
             case Items():
                 return value.element
             case v.TupleValue(items) if isinstance(key, int) and -len(items) <= key < len(items):
@@ -187,17 +187,17 @@ class _Interpreter(ast.NodeVisitor):
             case DictValue():
                 return value.get(key if isinstance(key, str) else None)
             case v.StateDict():
-                return frozenset({value})  # a tensor of it is as full as the whole
+                return frozenset({value})  # a tensor of a state dict is full if the state dict is
         return UNKNOWN
 
     def _iterate(self, values: Values) -> Values:
-        """What one turn of a loop over these values gets; of a dictionary the keys, which are unknown."""
+        """Return the values of one iteration over these; keys of dictionaries are unknown."""
         return join(*(self._item(value) for value in values if not isinstance(value, DictValue)))
 
     def _turns(self, values: Values) -> Iterator[Values]:
-        """What the turns of a loop get: each element of a short tuple or list, else one turn that stands for all.
+        """Yield the values of each iteration: separately for a short tuple or list, else once for all iterations.
 
-        What is made in one turn is not what is made in another.
+        Objects created in separate iterations are different objects.
         """
         value = next(iter(values)) if len(values) == 1 else None
         if not (isinstance(value, v.TupleValue) and 1 < len(value.items) <= _MAX_TURNS):
@@ -209,7 +209,7 @@ class _Interpreter(ast.NodeVisitor):
             self._turn = outer
 
     def generic_visit(self, node: ast.AST) -> Values:
-        """Evaluate the expressions in a node of which nothing is known."""
+        """Evaluate the expressions in a node whose own value is unknown."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.visit(child)
@@ -259,7 +259,7 @@ class _Interpreter(ast.NodeVisitor):
         return frozenset({self._entries(zip(names, node.values, strict=True))})
 
     def _entries(self, given: Iterable[tuple[str | int | None, ast.expr]]) -> DictValue:
-        """Keys, or keyword arguments, with their values; the value of None is spread, a number is a computed key."""
+        """Return the entries for keys or keyword arguments; key None: an unpacked value, a number: a computed key."""
         entries: list[v.DictEntry] = []
         is_open = False
         for key, value in given:
@@ -274,7 +274,7 @@ class _Interpreter(ast.NodeVisitor):
         return DictValue(tuple(entries), is_open)
 
     def visit_BinOp(self, node: ast.BinOp) -> Values:
-        """`a | b` of dictionaries and `a + b` of lists; any other arithmetic is unknown."""
+        """`a | b` of dictionaries and `a + b` of lists; any other result is unknown."""
         sides = [self.visit(node.left), self.visit(node.right)]
         if isinstance(node.op, ast.BitOr) and any(isinstance(value, DictValue) for values in sides for value in values):
             return frozenset({v.merged(sides)})
@@ -291,7 +291,7 @@ class _Interpreter(ast.NodeVisitor):
     visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
 
     def _elements(self, node: Comprehension, generators: list[ast.comprehension]) -> Iterator[Values]:
-        """The elements that a comprehension gives, turn by turn."""
+        """Yield the elements of a comprehension, iteration by iteration."""
         if not generators:
             if isinstance(node, ast.DictComp):
                 self.visit(node.key)
@@ -315,7 +315,7 @@ class _Interpreter(ast.NodeVisitor):
             return join(body, self.visit(node.orelse))
 
     def _is_off(self, test: ast.expr) -> bool:
-        """Whether a test is, or needs, a parameter that this call of its function gives None, False or nothing."""
+        """Whether a test is false because a parameter that it needs is None, False or empty in this call."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             return any(map(self._is_off, test.values))
         if not isinstance(test, ast.Name) or not self._active:
@@ -326,7 +326,7 @@ class _Interpreter(ast.NodeVisitor):
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Values:
         length, results = len(self._guards), []
-        for value in node.values:  # each is reached where those before it hold, or do not
+        for value in node.values:  # evaluated only if the operands before it are all true (`and`) or all false (`or`)
             results.append(self.visit(value))
             self._assume(value, isinstance(node.op, ast.And))
         del self._guards[length:]
@@ -345,7 +345,7 @@ class _Interpreter(ast.NodeVisitor):
         return UNKNOWN
 
     def visit_Call(self, node: ast.Call) -> Values:
-        """Evaluate the arguments, record the call, and tell what it returns."""
+        """Evaluate the arguments, record the call, and return its result."""
         callee = self.file.callee(node)
         function, receiver = node.func, UNKNOWN
         if isinstance(function, ast.Attribute):
@@ -366,7 +366,7 @@ class _Interpreter(ast.NodeVisitor):
             called=called,
         )
         result = self._result(node, event)
-        object.__setattr__(event, "result", result)  # known only now, and events inside come after this one
+        object.__setattr__(event, "result", result)  # known only now: events inside the call come after this one
         return result
 
     def _result(self, call: ast.Call, event: ProgramEvent) -> Values:
@@ -389,7 +389,7 @@ class _Interpreter(ast.NodeVisitor):
         return self._new_object(call, event)
 
     def _open_dictionaries(self, call: ast.Call) -> None:
-        """A function that cannot be read may add keys to the dictionaries it is given."""
+        """Mark dictionaries passed to a function that cannot be read as open: it may add keys."""
         for argument in [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg is not None)]:
             if isinstance(argument, ast.Name) and argument.id in self.env:
                 self.env[argument.id] = frozenset(
@@ -398,7 +398,7 @@ class _Interpreter(ast.NodeVisitor):
                 )
 
     def _inline(self, call: ast.Call, event: ProgramEvent, function: v.FunctionRef) -> Values:
-        """Read the body of a function with its arguments in place."""
+        """Read the body of a function with the call's arguments."""
         definition = function.definition
         self.reached.add(definition)
         if definition in self._active or len(self._active) >= _MAX_DEPTH or definition.name == "forward":
@@ -407,10 +407,10 @@ class _Interpreter(ast.NodeVisitor):
         outer, contexts, metas = self.env, len(self._contexts), self._meta_depth
         self.env = {**(function.env or {}), **self._bind(event, function)}
         self._chain.append(call)
-        for decorator in definition.decorator_list:  # `@torch.no_grad()` is a block around the body
+        for decorator in definition.decorator_list:  # `@torch.no_grad()` acts as a `with` block around the body
             self._enter(decorator)
         returned = self._body(definition)
-        # What the function put into a dictionary that it was given is in the caller's too.
+        # Keys that the function adds to a dictionary argument are also in the caller's dictionary.
         positional = [*definition.args.posonlyargs, *definition.args.args][function.bound_to is not None :]
         for parameter, argument in zip(positional, call.args, strict=False):
             name = argument.id if isinstance(argument, ast.Name) else ""
@@ -422,7 +422,7 @@ class _Interpreter(ast.NodeVisitor):
         return returned
 
     def _bind(self, event: ProgramEvent, function: v.FunctionRef) -> v.Env:
-        """The parameters' values: arguments, else defaults, else something unknown that has a name."""
+        """Return the parameters' values: arguments, else defaults, else a new object."""
         parameters = function.definition.args
         positional = [*parameters.posonlyargs, *parameters.args]
         args = [*([frozenset({function.bound_to})] if function.bound_to is not None else []), *event.args]
@@ -439,7 +439,7 @@ class _Interpreter(ast.NodeVisitor):
         return env
 
     def _new_object(self, call: ast.Call, event: ProgramEvent) -> Values:
-        """The new object that an unknown function or class returns."""
+        """Return the new object that an unknown function or class returns."""
         if event.method == "dict" and not event.origins and not event.args:
             return frozenset({DictValue(tuple(event.keywords.values()), event.is_open)})
         place = {"site": call, "chain": tuple(self._chain), "turn": self._turn}
@@ -459,7 +459,7 @@ class _Interpreter(ast.NodeVisitor):
         return frozenset({new})
 
     def _of_method(self, call: ast.Call, event: ProgramEvent) -> Values | None:
-        """What a well-known method returns; None where the method is not one of those."""
+        """Return the result of a well-known method; None for any other method."""
         assert isinstance(call.func, ast.Attribute), "a method"
         if event.method in ("append", "add", "extend") and event.args:
             added = self._iterate(event.args[0]) if event.method == "extend" else event.args[0]
@@ -474,7 +474,7 @@ class _Interpreter(ast.NodeVisitor):
         name = event.method
         match one:
             case ObjectRef() if self._find_method(one.definition, name) is not None:
-                return None  # the class has one of its own
+                return None  # the class defines the method itself
             case ObjectRef() if name == "state_dict":
                 return frozenset({v.StateDict(one, call)})
             case ObjectRef() if (of := name.removeprefix("named_")) in _CONTENTS:
@@ -494,7 +494,7 @@ class _Interpreter(ast.NodeVisitor):
         return frozenset({one}) if name in _SAME_OBJECT.get(type(one), frozenset()) else None
 
     def _of_builtin(self, event: ProgramEvent) -> Values | None:
-        """What Python's own functions on iterables return."""
+        """Return the result of Python's built-in functions on iterables; None for any other function."""
         name = "" if event.origins else event.method
         if not event.args:
             return frozenset({Items(UNKNOWN)}) if name in ("list", "set") else None
@@ -512,14 +512,14 @@ class _Interpreter(ast.NodeVisitor):
         return None
 
     def block(self, statements: Sequence[ast.stmt]) -> bool:
-        """Read statements; True when control never reaches their end."""
+        """Read statements; return True if control flow never reaches their end."""
         length = len(self._guards)
         ends = any(self.visit(statement) for statement in statements)
         del self._guards[length:]
         return ends
 
     def _body(self, function: Function) -> Values:
-        """Read a function's body in the names set up for it; what it returns."""
+        """Read a function's body with the names set up for it; return its return values."""
         outer, self._returned = self._returned, []
         self._active.append(function)
         self.block(function.body)
@@ -548,7 +548,7 @@ class _Interpreter(ast.NodeVisitor):
         with self._guarded(node.test, False):
             else_ends = self.block(node.orelse)
         if body_ends and not else_ends:
-            self._assume(node.test, False)  # `if x: return`: what follows is the other branch
+            self._assume(node.test, False)  # `if x: return`: the statements after it are in the other branch
         elif else_ends and not body_ends:
             self._assume(node.test, True)
             self.env = after_body
@@ -566,7 +566,7 @@ class _Interpreter(ast.NodeVisitor):
 
     def visit_While(self, node: ast.While) -> None:
         self.visit(node.test)
-        if facts.asks_for_rank_zero(self.file, node.test) is None:  # other tests change while the loop runs
+        if facts.asks_for_rank_zero(self.file, node.test) is None:  # other tests may change while the loop runs
             self._loop(node)
         else:
             with self._guarded(node.test, True):
@@ -598,7 +598,7 @@ class _Interpreter(ast.NodeVisitor):
     visit_AsyncWith = visit_With
 
     def _enter(self, context: ast.expr) -> Values:
-        """Evaluate the context of a `with` or a decorator; its calls are around what follows."""
+        """Evaluate the context of a `with`, or a decorator; its calls are contexts of the following events."""
         before = len(self.trace.events)
         values = self.visit(context)
         self._contexts += self.trace.events[before:]
@@ -655,7 +655,7 @@ class _Interpreter(ast.NodeVisitor):
             self.env[node.target.id] = UNKNOWN
 
     def _assign(self, target: ast.expr, values: Values) -> None:
-        """Bind a target to values, element by element where both sides show them."""
+        """Bind a target to values, element by element if the numbers of elements are known."""
         match target:
             case ast.Name():
                 self.env[target.id] = values

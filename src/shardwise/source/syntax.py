@@ -1,4 +1,4 @@
-"""A Python file as lint and the codemod see it: syntax, scopes, positions, and what each name refers to. No torch."""
+"""A parsed Python file for lint and the codemod: syntax tree, scopes, positions, and meanings of names. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FSDP2_NAMES = frozenset(
         "share_comm_ctx",
     }
 )
-"""What `torch.distributed.fsdp` has of FSDP2."""
+"""FSDP2's names in `torch.distributed.fsdp`."""
 FSDP1_NAMES = frozenset(
     {
         "BackwardPrefetch",
@@ -50,7 +50,7 @@ FSDP1_NAMES = frozenset(
         "StateDictType",
     }
 )
-"""What `torch.distributed.fsdp` has of FSDP1."""
+"""FSDP1's names in `torch.distributed.fsdp`."""
 STATE_DICT_NAMES = frozenset(
     {
         "StateDictOptions",
@@ -62,9 +62,9 @@ STATE_DICT_NAMES = frozenset(
         "set_state_dict",
     }
 )
-"""What `torch.distributed.checkpoint.state_dict` has."""
+"""Names in `torch.distributed.checkpoint.state_dict`."""
 
-# Each path on the left is also reachable, publicly and for longer, by the one on the right.
+# Private or old paths, and the public paths of the same names, which are more stable.
 _PUBLIC = [
     (re.compile(rf"^{private}(?=\.)"), public)
     for private, public in [
@@ -86,7 +86,7 @@ _PUBLIC = [
 
 
 def canonical(dotted: str) -> str:
-    """The public spelling of a dotted torch name; any other name as it is."""
+    """Return the public spelling of a dotted torch name; any other name unchanged."""
     if not dotted.startswith("torch."):
         return dotted
     for pattern, public in _PUBLIC:
@@ -95,15 +95,15 @@ def canonical(dotted: str) -> str:
 
 
 Located = ast.expr | ast.stmt | ast.alias | ast.keyword | ast.arg | ast.ExceptHandler
-"""Nodes that say where they stand."""
+"""Nodes with a source position."""
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 class Positions:
-    """Translates between offsets in a text, lines and columns, and the places `ast` gives.
+    """Converts between offsets in a text, lines and columns, and the positions of `ast`.
 
     Args:
-        text: As the parser read it. Lines end as Python sees them, not as `str.splitlines` does.
+        text: The text that was parsed. Lines end as in Python's grammar, unlike in `str.splitlines`.
     """
 
     def __init__(self, text: str) -> None:
@@ -112,11 +112,11 @@ class Positions:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The offset at which each line starts."""
+        """Offset of the start of each line."""
         return [0, *(match.end() for match in _LINE_END.finditer(self.text))]
 
     def line(self, number: int) -> str:
-        """A line by its number from 1, without its end; empty where there is none."""
+        """Return a line by its number, starting from 1, without its line end; empty if it does not exist."""
         if not 1 <= number <= len(self.starts):
             return ""
         start = self.starts[number - 1]
@@ -124,24 +124,24 @@ class Positions:
         return self.text[start:end].rstrip("\r\n")
 
     def offset(self, line: int, byte_column: int) -> int:
-        """The offset of what `ast` calls (`lineno`, `col_offset`)."""
+        """Return the offset of an `ast` position (`lineno`, `col_offset`)."""
         start = self.starts[line - 1]
         if self._is_ascii:
             return start + byte_column
         return start + len(self.line(line).encode()[:byte_column].decode(errors="ignore"))
 
     def span(self, node: Located) -> tuple[int, int]:
-        """The offsets of a node's first character and behind its last."""
+        """Return the start and end offsets of a node."""
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
         return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
 
     def line_end(self, offset: int) -> int:
-        """The offset behind the end of the line that `offset` is on."""
+        """Return the offset after the line that contains `offset`, including its line end."""
         match = _LINE_END.search(self.text, offset)
         return match.end() if match else len(self.text)
 
     def column(self, line: int, offset: int) -> int:
-        """The column, from 1 and in characters, of an offset on a line."""
+        """Return the column of an offset on a line, in characters, starting from 1."""
         return offset - self.starts[line - 1] + 1
 
 
@@ -152,16 +152,16 @@ Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One place that gives a name its value."""
+    """One place in the source that binds a name."""
 
     node: ast.AST
     """The alias, target, parameter or definition."""
     origin: str = ""
-    """Dotted, where the name is imported; relative imports start with a dot."""
+    """Dotted name, if the name is imported; relative imports start with a dot."""
     value: ast.expr | None = None
-    """What is assigned, where that is one expression."""
+    """The assigned value, if it is a single expression."""
     definition: Function | ast.ClassDef | None = None
-    """The function or class, where the name is defined."""
+    """The function or class, if the name is defined by one."""
 
 
 @dataclass(slots=True)
@@ -172,12 +172,12 @@ class Scope:
     parent: Scope | None
     names: dict[str, list[Binding]] = field(default_factory=dict)
     elsewhere: dict[str, Scope | None] = field(default_factory=dict)
-    """Names declared `global` (their scope) or `nonlocal` (None: look outside)."""
+    """Names declared `global` (with the module's scope) or `nonlocal` (with None: an outer scope)."""
     stars: list[str] = field(default_factory=list)
-    """Modules imported by `*`."""
+    """Modules imported with `*`."""
 
     def bind(self, name: str, binding: Binding) -> None:
-        """Add one more place that gives `name` a value."""
+        """Add a binding of `name`."""
         target = self
         while name in target.elsewhere:
             outer = target.elsewhere[name] or target.parent
@@ -187,10 +187,10 @@ class Scope:
         target.names.setdefault(name, []).append(binding)
 
     def find(self, name: str) -> tuple[Scope, list[Binding]] | None:
-        """The scope that binds `name` as seen from here, and all its bindings."""
+        """Return the scope that binds `name`, as seen from this scope, and all its bindings."""
         scope: Scope | None = self
         while scope is not None:
-            # A class body sees its own names; functions inside it do not.
+            # Names in a class body are visible in the body itself, but not in functions inside it.
             if name in scope.names and (scope is self or not isinstance(scope.node, ast.ClassDef)):
                 return scope, scope.names[name]
             scope = scope.parent
@@ -198,7 +198,7 @@ class Scope:
 
 
 class _ScopeReader(ast.NodeVisitor):
-    """Reads a module once: the parent of each node in source order, and the scope in which its names are looked up."""
+    """Reads a module once: the parent of each node in source order, and the scope of its names."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.module = self._scope = Scope(tree, None)
@@ -214,7 +214,7 @@ class _ScopeReader(ast.NodeVisitor):
             self.visit(child)
 
     def generic_visit(self, node: ast.AST) -> None:
-        """Visit the children in source order, remembering whose they are."""
+        """Visit the children in source order, and record their parent."""
         self._read(node, ast.iter_child_nodes(node))
 
     def visit_FunctionDef(self, node: Function) -> None:
@@ -278,7 +278,7 @@ class _ScopeReader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        """Pair names with values; what cannot be paired is bound to nothing known, in `visit_Name`."""
+        """Pair names with values; names that cannot be paired are bound without a value in `visit_Name`."""
         if isinstance(target, ast.Name):
             self._scope.bind(target.id, Binding(target, value=value))
             self._bound.add(target)  # so that visit_Name does not bind it again
@@ -302,45 +302,45 @@ class _ScopeReader(ast.NodeVisitor):
 
 
 def all_parameters(parameters: ast.arguments) -> list[ast.arg]:
-    """Every parameter of a function, in the order of its signature."""
+    """Return every parameter of a function, in the order of its signature."""
     extra = [one for one in (parameters.vararg, parameters.kwarg) if one is not None]
     return [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs, *extra]
 
 
 def argument_of(call: ast.Call, position: int, name: str) -> ast.expr | None:
-    """The argument given by position or by keyword; None where it is absent."""
+    """Return a positional or keyword argument; None if it is absent."""
     if position < len(call.args):
         return call.args[position]
     return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
 
 
 def given_to(call: ast.Call) -> list[ast.expr]:
-    """The values of all arguments, by position and by keyword."""
+    """Return the values of all positional and keyword arguments."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def last_name(node: ast.AST | None) -> str:
-    """`c` of `a.b.c`; empty for anything that is not a name."""
+    """Return the last component of a name, `c` of `a.b.c`; empty for anything else."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
 def name_on_self(node: ast.AST) -> str:
-    """The name of `self.name`; empty for anything else."""
+    """Return `name` of `self.name`; empty for anything else."""
     return node.attr if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self" else ""
 
 
 def calls_in(node: ast.AST) -> list[ast.Call]:
-    """Every call inside a node, itself included."""
+    """Return every call inside a node, including the node itself."""
     return [one for one in ast.walk(node) if isinstance(one, ast.Call)]
 
 
 def attributes_in(*nodes: ast.AST) -> set[str]:
-    """The names of all attributes that are used inside some nodes."""
+    """Return the names of all attributes that are used inside the nodes."""
     return {inner.attr for node in nodes for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
 
 
 def checked_types(node: ast.AST) -> list[ast.expr]:
-    """The names in the second argument of `isinstance(x, ...)`; none for anything else."""
+    """Return the types in the second argument of `isinstance(x, ...)`; empty for any other node."""
     match node:
         case ast.Call(func=ast.Name(id="isinstance"), args=[_, kinds]):
             return [one for one in ast.walk(kinds) if isinstance(one, ast.Name | ast.Attribute)]
@@ -348,7 +348,7 @@ def checked_types(node: ast.AST) -> list[ast.expr]:
 
 
 def _leaves(statement: ast.stmt) -> bool:
-    """Whether nothing after a statement is reached: it returns, raises, continues the loop or exits."""
+    """Whether statements after it are unreachable: it returns, raises, exits, or continues or breaks a loop."""
     match statement:
         case ast.Expr(value=ast.Call(func=function)):
             return last_name(function) in ("exit", "_exit", "quit")
@@ -356,7 +356,7 @@ def _leaves(statement: ast.stmt) -> bool:
 
 
 def tested_classes(file: FileContext, test: ast.AST) -> set[str]:
-    """The last names of the classes that `isinstance(x, ...)` asks for, where the test is one."""
+    """Return the last components of the classes tested by `isinstance(x, ...)`; empty for other tests."""
     nodes = [node for kind in checked_types(test) for one in (kind, *file.assigned(kind)) for node in ast.walk(one)]
     return {last_name(node) for node in nodes} - {""}
 
@@ -376,12 +376,12 @@ _STARS = {
         }
     ),
 }
-"""What `from module import *` brings."""
+"""Names imported by `from module import *`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """What a call calls: the names it may have, and arguments that a `partial` has bound before."""
+    """The called function: its possible names, and arguments bound by `partial`."""
 
     origins: frozenset[str]
     args: tuple[ast.expr, ...] = ()
@@ -389,14 +389,14 @@ class Callee:
 
 
 class FileContext:
-    """A parsed file: its syntax tree, parents, scopes and the meaning of names.
+    """A parsed file: its syntax tree, parents, scopes and the meanings of names.
 
     Args:
-        text: The file's text, line ends as they are.
-        path: For messages.
+        text: The file's text, with its original line ends.
+        path: Path for messages.
 
     Raises:
-        SourceError: The text is not Python that this interpreter can parse.
+        SourceError: This interpreter cannot parse the text.
     """
 
     def __init__(self, text: str, path: str = "-") -> None:
@@ -409,7 +409,7 @@ class FileContext:
         self._functions: dict[ast.AST, Function | None] = {}
 
     def nodes(self, *kinds: type[_Node]) -> list[_Node]:
-        """Every node of these kinds."""
+        """Return every node of these kinds."""
         return [node for node in self.parents if isinstance(node, kinds)]
 
     @cached_property
@@ -419,26 +419,26 @@ class FileContext:
 
     @cached_property
     def functions(self) -> list[Function]:
-        """Every function, methods and nested ones too, in source order."""
+        """Every function, including methods and nested functions, in source order."""
         return sorted(self.nodes(ast.FunctionDef, ast.AsyncFunctionDef), key=lambda function: function.lineno)
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
-        """The classes of the file by name, wherever they are defined."""
+        """All classes of the file by name, at any level."""
         return {node.name: node for node in self.nodes(ast.ClassDef)}
 
     def loads(self, name: str) -> list[ast.Name]:
-        """Every use of a name, in whatever scope."""
+        """Return every use of a name, in any scope."""
         return [node for node in self.nodes(ast.Name) if node.id == name and isinstance(node.ctx, ast.Load)]
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements among which one stands, itself included."""
+        """Return the list of statements that contains a statement."""
         parent = self.parents.get(statement, self.tree)
         bodies = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
         return next((body for body in bodies if isinstance(body, list) and statement in body), [statement])
 
     def are_exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether two nodes are in the two branches of the innermost `if` around both."""
+        """Whether two nodes are in different branches of the innermost `if` around both."""
         around = {node: inner for inner, node in itertools.pairwise([one, *self.ancestors(one)])}
         for inner, outer in itertools.pairwise([other, *self.ancestors(other)]):
             if isinstance(outer, ast.If) and outer in around:
@@ -447,9 +447,9 @@ class FileContext:
         return False
 
     def tests_before(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool, Sequence[ast.AST]]]:
-        """The tests on the way to a node within its function: how each comes out, and what its other branch holds.
+        """Yield the tests on the way to a node in its function: test, outcome, and content of its other branch.
 
-        Those around the node, and those before it after which the others leave: `if rank != 0: return`.
+        These are tests around the node, and earlier tests whose body leaves: `if rank != 0: return`.
         """
         for inner, outer in itertools.pairwise([node, *self.ancestors(node)]):
             match outer:
@@ -469,59 +469,59 @@ class FileContext:
                 return
 
     def source(self, node: Located) -> str:
-        """The text of a node, exactly as written."""
+        """Return the text of a node as written."""
         start, end = self.positions.span(node)
         return self.text[start:end]
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes around `node`, innermost first, the module last."""
+        """Yield the nodes around `node`, from the innermost to the module."""
         while node in self.parents:
             node = self.parents[node]
             yield node
 
     def enclosing_function(self, node: ast.AST) -> Function | None:
-        """The function whose body `node` is in; None at module or class level."""
+        """Return the function whose body contains `node`; None at module or class level."""
         if node not in self._functions:
             self._functions[node] = next((one for one in self.ancestors(node) if isinstance(one, Function)), None)
         return self._functions[node]
 
     def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
-        """The class whose body `node` is in, at any depth."""
+        """Return the class whose body contains `node`, at any depth; None if there is none."""
         return next((one for one in self.ancestors(node) if isinstance(one, ast.ClassDef)), None)
 
     def entered_calls(self, node: ast.AST) -> Iterator[tuple[ast.With, ast.Call]]:
-        """The calls whose results the `with` statements around a node enter, innermost first."""
+        """Yield the `with` statements around a node and the calls that they enter, innermost first."""
         for block in (one for one in self.ancestors(node) if isinstance(one, ast.With)):
             yield from ((block, one.context_expr) for one in block.items if isinstance(one.context_expr, ast.Call))
 
     def targets(self, node: ast.AST) -> list[ast.expr]:
-        """What an expression is assigned to; nothing where it is only a part of what is assigned."""
+        """Return the assignment targets of an expression; empty if it is only a part of the assigned value."""
         parent = self.parents.get(node)
         return parent.targets if isinstance(parent, ast.Assign) else []
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The innermost statement that `node` is part of."""
+        """Return the innermost statement that contains `node`."""
         while not isinstance(node, ast.stmt):
             node = self.parents[node]
         return node
 
     def scope(self, node: ast.AST) -> Scope:
-        """The scope in which the names inside `node` are looked up."""
+        """Return the scope of the names inside `node`."""
         return self.scopes[node]
 
     def bindings(self, name: ast.Name) -> list[Binding]:
-        """Every place that gives this name a value, as seen from where it stands."""
+        """Return all bindings of this name, as seen from its position."""
         found = self.scope(name).find(name.id)
         return found[1] if found else []
 
     def assigned(self, node: ast.AST) -> list[ast.expr]:
-        """An expression, or what is assigned to the name that it is."""
+        """Return the values assigned to a name; for any other expression, the expression itself."""
         if isinstance(node, ast.Name):
             return [binding.value for binding in self.bindings(node) if binding.value is not None]
         return [node] if isinstance(node, ast.expr) else []
 
     def tested_text(self, test: ast.expr | ast.ExceptHandler, hops: int = 4) -> str:
-        """The text of a test; for a name that is bound once, and for `name := value`, that of the value."""
+        """Return the text of a test; for `name := value` and for names bound once, the text of the value."""
         match test:
             case ast.NamedExpr():
                 return self.tested_text(test.value, hops)
@@ -534,10 +534,10 @@ class FileContext:
         return self.source(test)
 
     def origins(self, node: ast.AST | None, *, raw: bool = False) -> frozenset[str]:
-        """The dotted names that an expression may stand for, through imports, aliases and assignments.
+        """Return the dotted names that an expression may refer to, through imports, aliases and assignments.
 
-        Names of torch get their public spelling unless `raw`. A name that is also bound to something unknown keeps
-        the origins that are known; a name bound by nothing but parameters and computed values has none.
+        Names of torch have their public spelling unless `raw`. Unknown bindings of a name are ignored; a name bound
+        only to parameters and computed values has no origins.
         """
         match node:
             case ast.Name():
@@ -561,7 +561,7 @@ class FileContext:
             return frozenset(f"{module}.{node.id}" for module in self._stars(scope) if node.id in _STARS[module])
         key = (id(found[0]), node.id)
         if key not in self._known:
-            # While a name is being looked up it has no origins: `model = model.half()` leads nowhere new.
+            # Without origins while it is being looked up: stops the recursion for `model = model.half()`.
             self._known[key] = frozenset()
             origins: set[str] = set()
             for binding in found[1]:
@@ -579,11 +579,11 @@ class FileContext:
             around = around.parent
 
     def is_any(self, node: ast.AST | None, names: Collection[str]) -> bool:
-        """Whether an expression may stand for one of these public names."""
+        """Whether an expression may refer to one of these public names."""
         return not self.origins(node).isdisjoint(names)
 
     def callee(self, call: ast.Call) -> Callee:
-        """What a call calls; `partial(f, x, a=1)` bound to a name, or called at once, counts as `f`."""
+        """Return what a call calls; `partial(f, x, a=1)`, assigned to a name or called directly, counts as `f`."""
         origins = self.origins(call.func)
         if origins:
             return Callee(origins)
@@ -602,12 +602,12 @@ class FileContext:
         return None
 
     def calls_to(self, *names: str) -> Iterator[ast.Call]:
-        """Every call of one of these public names, in source order."""
+        """Yield every call of one of these public names, in source order."""
         wanted = frozenset(names)
         return (call for call in self.calls if not self.callee(call).origins.isdisjoint(wanted))
 
     def definition(self, node: ast.AST) -> Function | ast.ClassDef | None:
-        """The function or class of this file that a name stands for, where it stands for only one."""
+        """Return the function or class of this file that a name refers to, if it has only one binding."""
         if not isinstance(node, ast.Name):
             return None
         found = self.bindings(node)
@@ -615,10 +615,10 @@ class FileContext:
 
 
 def decode(data: bytes, path: str) -> tuple[str, str]:
-    """The text of a source file and its encoding: by byte order mark or coding line, as Python does.
+    """Return the text of a source file and its encoding, by byte order mark or coding line as in Python.
 
     Raises:
-        SourceError: The file is not in the encoding it names, or in UTF-8 where it names none.
+        SourceError: The file cannot be decoded with its declared encoding, or with UTF-8 by default.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -635,7 +635,7 @@ def decode(data: bytes, path: str) -> tuple[str, str]:
 def _parse(text: str, path: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes of the code read are not ours to report
+            warnings.simplefilter("ignore")  # warnings about the code being read are not reported
             return ast.parse(text.removeprefix("\ufeff"), path)
     except SyntaxError as error:
         where = f"{path}:{error.lineno or 1}:{error.offset or 1}"

@@ -1,4 +1,4 @@
-"""The releases of torch that a project allows, and what they lack. No torch."""
+"""The torch versions that a project allows, and the names they lack. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SINCE: dict[str, Version] = {
     f"torch.distributed.fsdp.{name}": (2, 6)
     for name in ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy")
 } | {"torch.distributed.tensor.DTensor": (2, 5), "torch.accelerator": (2, 6), "torch.nn.utils.get_total_norm": (2, 6)}
-"""The first torch that has each public name which emitted code uses."""
+"""First torch version of each public name in emitted code."""
 PUBLIC_FSDP2: Version = (2, 6)
 GONE = {
     "torch._six": "inf is torch.inf, string_classes is str",
@@ -29,34 +29,34 @@ GONE = {
     "torch.distributed.fsdp.flat_param": "the DTensors that model.parameters() gives",
     "torch.distributed.fsdp.flatten_params_wrapper": "the DTensors that model.parameters() gives",
 }
-"""What no torch that has FSDP2 has any more, and what to use instead."""
+"""Names that no torch version with FSDP2 has, and their replacements."""
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a file of requirements that are no comments; those of an inline script are."""
+    """Return the lines of a requirements file, without comments except those of inline script metadata."""
     return [line for line in text.splitlines() if not re.match(r"\s*#(?!\s*(dependencies|[\"']))", line)]
 
 
 def oldest_torch(text: str) -> Version | None:
-    """The oldest torch that a file of requirements allows; None where it sets no limit."""
+    """Return the oldest torch that a requirements file allows; None if it sets no limit."""
     found = [one for line in _lines(text) for kind in (_EXACT, _ABOVE) for one in kind.finditer(line)]
     return min(((int(one[1]), int(one[2])) for one in found), default=None)
 
 
 def newest_torch(text: str) -> Version | None:
-    """The newest torch that a file of requirements allows; None where it sets no limit."""
+    """Return the newest torch that a requirements file allows; None if it sets no limit."""
     lines = _lines(text)
     found = [(int(one[1]), int(one[2])) for line in lines for one in _EXACT.finditer(line)]
     for inclusive, major, minor in (one.groups() for line in lines for one in _BELOW.finditer(line)):
         last = int(minor) if inclusive else int(minor) - 1
-        found += [(int(major), last)] if last >= 0 else []  # `<3.0` limits nothing here
+        found += [(int(major), last)] if last >= 0 else []  # `<3.0` is no limit here
     return min(found, default=None)
 
 
 def project_torch(
     paths: Iterable[str | Path], read: Callable[[str], Version | None] = newest_torch
 ) -> tuple[Version, str] | None:
-    """The newest, or by another `read` the oldest, torch that the files around these paths allow, and which says so."""
+    """Return the newest torch (with another `read`, the oldest) that files near these paths allow, and the file."""
     found = [
         (version, str(file))
         for file in dict.fromkeys(one for path in paths for one in _requirements(Path(path).absolute()))
@@ -66,7 +66,7 @@ def project_torch(
 
 
 def _requirements(path: Path) -> Iterator[Path]:
-    """The files of requirements in a folder and those above it, as far as the project goes."""
+    """Yield the requirements files in a folder and in its parents, up to the project's root."""
     for folder in (path, *path.parents)[:6]:
         if folder.is_dir():
             yield from (file for pattern in _FILES for file in sorted(folder.glob(pattern)) if file.is_file())
@@ -75,7 +75,7 @@ def _requirements(path: Path) -> Iterator[Path]:
 
 
 def lacking(before: FileContext, after: FileContext, version: Version) -> list[str]:
-    """The names that only the rewritten file uses and this torch lacks, each with the first torch that has it."""
+    """Return names that only the rewritten file uses and this torch lacks, each with its first torch version."""
     fresh = _used(after) - _used(before)
     return [
         f"{name} ({major}.{minor})"
@@ -85,7 +85,7 @@ def lacking(before: FileContext, after: FileContext, version: Version) -> list[s
 
 
 def gone(file: FileContext) -> Iterator[tuple[ast.AST, str, str]]:
-    """The imports of a file that no torch with FSDP2 has: where, of what, and what to use instead."""
+    """Yield imports of names that no torch with FSDP2 has: node, name and replacement."""
     for bindings in file.scopes[file.tree].names.values():
         for one in bindings:
             for name, instead in GONE.items():

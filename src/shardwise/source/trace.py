@@ -1,4 +1,4 @@
-"""What one run of a program does with its models: sharding, optimizers, forwards, and the conditions of each."""
+"""Events of one run of a program: sharding, optimizers, forwards, and the conditions of each."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _IS_SHARDED = re.compile(r"isinstance\(.*\b(FSDPModule|DTensor)\b|is_sharded\(")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One module being sharded."""
+    """A module that is sharded by a call."""
 
     event: ProgramEvent
     subject: ObjectRef
     together: frozenset[Value]
-    """All modules of the same call: `fully_shard([a, b])` makes one group."""
+    """All modules of the call: `fully_shard([a, b])` makes one group."""
 
     @property
     def is_automatic(self) -> bool:
-        """By shardwise, which decides the groups itself."""
+        """Whether it is sharded by shardwise, which decides the groups itself."""
         return not self.event.is_call_to(FULLY_SHARD)
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer being built over the parameters of modules."""
+    """A new optimizer and the modules whose parameters it updates."""
 
     event: ProgramEvent
     owners: frozenset[ObjectRef]
@@ -43,19 +43,19 @@ class Optimizer:
 
 @dataclass(eq=False)
 class Trace:
-    """The events of one way through a file: its main program, or one function or class that nobody here calls."""
+    """Events from one entry point of a file: the main program, or a function or class that the file never calls."""
 
     events: list[ProgramEvent] = field(default_factory=list)
     owners: dict[Value, set[ObjectRef]] = field(default_factory=dict)
-    """Whose attribute or item an object became."""
+    """The objects of which an object became an attribute or item."""
 
     def calls_to(self, *names: str) -> list[ProgramEvent]:
-        """Every call of one of these public names, in order."""
+        """Return every call of one of these public names, in order."""
         return [event for event in self.events if event.is_call_to(*names)]
 
     @cached_property
     def shards(self) -> list[Shard]:
-        """Every module that is sharded, in order."""
+        """Every sharded module, in order."""
         found: list[Shard] = []
         for event in self.calls_to(FULLY_SHARD, *SHARDWISE_SHARD):
             together = frozenset(v.nested(event.argument(0, "module", "model"), depth=2))
@@ -64,7 +64,7 @@ class Trace:
 
     @cached_property
     def optimizers(self) -> list[Optimizer]:
-        """Every optimizer that is built on known modules, in order."""
+        """Every optimizer built from parameters of known modules, in order."""
         found = [(event, _optimized(event)) for event in self.events if not event.is_store and not event.is_inlined]
         return [Optimizer(event, owners) for event, owners in found if owners]
 
@@ -80,18 +80,18 @@ class Trace:
 
     @cached_property
     def forwards(self) -> list[tuple[ProgramEvent, ObjectRef]]:
-        """Those, and every call of `forward`, which runs no hooks; not in order."""
+        """The same, followed by every call of `forward`, which runs no hooks."""
         directly = [event for event in self.events if event.method == "forward" and not event.is_store]
         return self.entered + [(event, module) for event in directly for module in modules(event.receiver)]
 
     def precedes(self, one: ProgramEvent, other: ProgramEvent) -> bool:
-        """Whether `one` comes before `other` in one and the same run."""
+        """Whether `one` happens before `other` in the same run."""
         if one.order >= other.order or exclude_each_other(one, other):
             return False
         return one.root is other.root or getattr(one.root, "name", "") == "__init__"
 
     def follows(self, later: ProgramEvent, earlier: ProgramEvent) -> bool:
-        """Whether `later` happens after a sharding; methods of a class, other than its first, may run in any order."""
+        """Whether `later` happens after a sharding; methods of a class may run in any order, `__init__` first."""
         if any(not guard.taken and _IS_SHARDED.search(guard.key) for guard in later.guards):
             return False  # the other branch of `isinstance(model, FSDPModule)`
         if later.root is not earlier.root:
@@ -99,7 +99,7 @@ class Trace:
         return earlier.order < later.order and not exclude_each_other(earlier, later)
 
     def is_part_of(self, inner: Value, outer: Value) -> bool:
-        """Whether `inner` is reached from `outer`, by a path or by having been made its attribute; not itself."""
+        """Whether `inner` is reached from `outer` by a path, or was assigned to it; False for the object itself."""
         return inner != outer and outer in self._around(inner, set())
 
     def _around(self, value: Value, seen: set[Value]) -> set[Value]:
@@ -112,34 +112,34 @@ class Trace:
         return seen
 
     def are_related(self, a: Value, b: Value) -> bool:
-        """Whether they are the same or one is part of the other."""
+        """Whether they are equal or one is part of the other."""
         return a == b or self.is_part_of(a, b) or self.is_part_of(b, a)
 
     def _shards_of(self, value: Value, at: ProgramEvent) -> list[Shard]:
         return [shard for shard in self.shards if shard.subject == value and self.follows(at, shard.event)]
 
     def is_sharded(self, value: Value, at: ProgramEvent) -> bool:
-        """Whether this very module has been sharded when `at` happens."""
+        """Whether the module itself is sharded when `at` happens."""
         return bool(self._shards_of(value, at))
 
     def is_sharded_by_hand(self, value: Value, at: ProgramEvent) -> bool:
-        """By `fully_shard` itself; shardwise takes care of ways in, `.data` and parameters that stay gathered."""
+        """Whether it is sharded by `fully_shard`: `sw.shard` handles `forward`, `.data` and unsharded parameters."""
         found = self._shards_of(value, at)
         return bool(found) and not any(shard.is_automatic for shard in found)
 
     def holds_shards(self, value: Value, at: ProgramEvent) -> Shard | None:
-        """The sharding of this module, of one inside it or of one around it, that precedes `at`."""
+        """Return the sharding before `at` of this module, of one inside it, or of one around it."""
         related = (shard for shard in self.shards if self.follows(at, shard.event))
         return next((shard for shard in related if self.are_related(shard.subject, value)), None)
 
 
 def makes_optimizer(name: str) -> bool:
-    """Whether a function or class is called as those that make optimizers are."""
+    """Whether the name of a function or class is that of an optimizer or its builder."""
     return _OPTIMIZERS.search(name) is not None and not _NOT_OPTIMIZERS.search(name)
 
 
 def _optimized(event: ProgramEvent) -> frozenset[ObjectRef]:
-    """The modules whose parameters an event gives to a new optimizer; none where it makes no optimizer."""
+    """Return the modules whose parameters an event passes to a new optimizer; empty if it creates none."""
     names = [origin.rpartition(".")[2] for origin in event.origins] or [event.method]
     if not any(map(makes_optimizer, names)):
         return frozenset()

@@ -1,4 +1,4 @@
-"""What an expression of a program can evaluate to, and the calls that a program makes."""
+"""Values that an expression of a program may have, and events: the calls and assignments of a program."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _REST = operator.attrgetter("origins", "definition", "chain", "turn", "on_meta")
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """An object made by a call or given as a parameter, or a part of one; refs to one object are equal."""
+    """An object created by a call or passed as a parameter, or a part of one; equal for the same object."""
 
     site: ast.AST
-    """The call or parameter."""
+    """The call or parameter that introduces it."""
     chain: tuple[ast.Call, ...] = ()
-    """The calls through which the place was reached: a builder called twice builds two objects."""
+    """The calls through which the site was reached: a builder that is called twice builds two objects."""
     turn: tuple[int, ...] = ()
-    """The turns of loops in which it was made, where loops are read turn by turn."""
+    """The loop iterations in which it was created, for loops whose iterations are read separately."""
     origins: frozenset[str] = frozenset()
-    """What made it, dotted."""
+    """Dotted names of the function or class that created it."""
     definition: ast.ClassDef | None = None
-    """Its class, where that is in the file."""
+    """Its class, if the file defines it."""
     on_meta: bool = False
-    """Made where new tensors have no storage."""
+    """Whether it was created on the meta device."""
     owner: ObjectRef | None = None
-    """Of a part: the object that it was reached from. Nothing else is known of a part."""
+    """For a part: the object that it was reached from. Other fields of a part are unknown."""
     path: tuple[str, ...] = ()
-    """Of a part: attributes and items, as ("layers", "[]") of `model.layers[i]`."""
+    """For a part: attributes and items, such as ("layers", "[]") for `model.layers[i]`."""
 
     def __hash__(self) -> int:
-        return hash((self.site, self.path))  # sets of them are all that the codemod works on
+        return hash((self.site, self.path))  # fast: the codemod hashes these all the time
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
@@ -49,40 +49,40 @@ class ObjectRef:
 
     @property
     def whole(self) -> ObjectRef:
-        """The object that a part was reached from; any other object itself."""
+        """The object that a part was reached from; for any other object, itself."""
         return self.owner or self
 
     @property
     def parent(self) -> ObjectRef:
-        """The part that this one is an attribute or item of."""
+        """The object or part of which this part is an attribute or item."""
         return ObjectRef(self.site, owner=self.owner, path=self.path[:-1]) if len(self.path) > 1 else self.whole
 
-    @functools.lru_cache(1 << 16)  # noqa: B019 (parts that are the same object compare at once)
+    @functools.lru_cache(1 << 16)  # noqa: B019 (equal parts are the same object and compare fast)
     def part(self, name: str) -> ObjectRef:
-        """What `.name` or `[...]` reaches."""
+        """Return the part at `.name` or `[...]`."""
         return ObjectRef(self.site, owner=self.whole, path=(*self.path, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter of a module."""
+    """A parameter of a module."""
 
     owner: ObjectRef
 
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """What a state-dict call returned for a module or optimizer."""
+    """The result of a state-dict call for a module or optimizer."""
 
     owner: ObjectRef
     call: ast.Call
     is_full: bool | None = None
-    """Gathered; None where the options are computed."""
+    """Whether its tensors are full; None if the options are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """An iterable whose elements are alike."""
+    """An iterable whose elements all have the same possible values."""
 
     element: Values
 
@@ -96,7 +96,7 @@ class TupleValue:
 
 @dataclass(frozen=True, slots=True)
 class DictEntry:
-    """One key of a dictionary, or one keyword argument."""
+    """A key of a dictionary, or a keyword argument."""
 
     key: str
     values: Values
@@ -109,10 +109,10 @@ class DictValue:
 
     entries: tuple[DictEntry, ...] = ()
     is_open: bool = False
-    """Other keys may be there."""
+    """Whether there may be other keys."""
 
     def get(self, key: object) -> Values:
-        """The value of this key; every value where the key is None."""
+        """Return the values of this key; all values if the key is None."""
         if key is None:
             return join(*(entry.values for entry in self.entries))
         return next((entry.values for entry in reversed(self.entries) if entry.key == key), UNKNOWN)
@@ -127,14 +127,14 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class ImportedName:
-    """An imported name, as `torch.bfloat16`."""
+    """An imported name, such as `torch.bfloat16`."""
 
     origins: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionRef:
-    """A function of this file, with the object it is bound to."""
+    """A function of this file, and the object it is bound to."""
 
     definition: Function
     bound_to: ObjectRef | None = None
@@ -144,14 +144,14 @@ class FunctionRef:
 
 Value = ObjectRef | Param | StateDict | Items | TupleValue | DictValue | Constant | ImportedName | FunctionRef
 Values = frozenset[Value]
-"""The alternatives; empty means that nothing is known."""
+"""Possible values; empty: unknown."""
 Env = dict[str, Values]
 UNKNOWN: Values = frozenset()
 _MAX_ALTERNATIVES = 6
 
 
 def join(*sets: Values) -> Values:
-    """Either of them; dictionaries become one that may have the keys of each; too many are as good as none."""
+    """Return the union; dictionaries are merged into one with the keys of all; too many values become unknown."""
     joined = frozenset().union(*sets)
     tables = [value for value in joined if isinstance(value, DictValue)]
     if len(tables) > 1:
@@ -165,12 +165,12 @@ def join(*sets: Values) -> Values:
 
 
 def literal_key(node: ast.expr) -> int | str | None:
-    """A literal key or index; None for any other."""
+    """Return a literal key or index; None if it is computed."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, int | str) else None
 
 
 def merged(parts: Iterable[Values]) -> DictValue:
-    """One dictionary out of several; open where one of them is, or is not known to be a dictionary."""
+    """Merge dictionaries into one; it is open if one of them is open, or is not known to be a dictionary."""
     entries: list[DictEntry] = []
     is_open = False
     for values in parts:
@@ -181,22 +181,22 @@ def merged(parts: Iterable[Values]) -> DictValue:
 
 
 def either(one: Env, other: Env) -> Env:
-    """The names after two branches that may both have been taken."""
+    """Return the names after two branches, either of which may have been taken."""
     return {name: join(one.get(name, UNKNOWN), other.get(name, UNKNOWN)) for name in one.keys() | other.keys()}
 
 
 def pairs(values: Values) -> Values:
-    """What `enumerate` and `items` give: something unknown, and one of the values."""
+    """Return the values of `enumerate` and `items`: pairs of an unknown value and one of the given values."""
     return frozenset({Items(frozenset({TupleValue((UNKNOWN, values))}))})
 
 
 def modules(values: Values) -> list[ObjectRef]:
-    """Those of the values that can be modules."""
+    """Return the values that may be modules."""
     return [value for value in values if isinstance(value, ObjectRef)]
 
 
 def nested(values: Values, depth: int = 4) -> Iterator[Value]:
-    """Values, and what is inside those that are iterables or dictionaries."""
+    """Yield values, and recursively the values inside iterables and dictionaries."""
     for value in values if depth else ():
         match value:
             case Items():
@@ -210,20 +210,20 @@ def nested(values: Values, depth: int = 4) -> Iterator[Value]:
 
 
 def owners_of_params(values: Values) -> set[ObjectRef]:
-    """The modules whose parameters are somewhere inside these values."""
+    """Return the modules whose parameters are inside these values, at any depth."""
     return {value.owner for value in nested(values) if isinstance(value, Param)}
 
 
 @dataclass(frozen=True, slots=True)
 class BranchTest:
-    """A test that was taken, or not, on the way to an event."""
+    """A test on the way to an event, and its outcome."""
 
     test: ast.expr | ast.ExceptHandler
     taken: bool
     key: str
-    """The text of what is tested, to recognise the same test elsewhere; of a name, what it was assigned."""
+    """The text of the test, to compare tests; for a name, the text of its assigned value."""
     branch: tuple[ast.AST, bool]
-    """The whole test, of which this may be a part, and whether that was taken."""
+    """The whole test, of which `test` may be a part, and its outcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -234,57 +234,57 @@ class ProgramEvent:
     """The call, or the target of the assignment."""
     order: int
     root: ast.AST
-    """The module or function from which the event was reached; roots have no order among themselves."""
+    """The module or function from which the event was reached; the order of roots is unknown."""
     guards: tuple[BranchTest, ...]
     chain: tuple[ast.Call, ...]
-    """The calls of functions of this file through which it was reached."""
+    """The calls of functions in this file through which the event was reached."""
     contexts: tuple[ProgramEvent, ...]
-    """The `with` blocks around it, of this function and of its callers."""
+    """The calls in `with` statements around it, in this function and in its callers."""
     loop: ast.For | ast.AsyncFor | ast.While | None
-    """The innermost loop around it, also across calls."""
+    """The innermost loop around it, also across function calls."""
     origins: frozenset[str] = frozenset()
     receiver: Values = frozenset()
-    """What the method is called on, or the attribute set on."""
+    """The object of the method call or attribute assignment."""
     method: str = ""
-    """The name behind the last dot."""
+    """The last component of the called or assigned name."""
     args: tuple[Values, ...] = ()
     keywords: Mapping[str, DictEntry] = field(default_factory=dict)
     is_open: bool = False
-    """Has `*` or `**` arguments that could not be read."""
+    """Whether it has `*` or `**` arguments of unknown content."""
     called: Values = frozenset()
-    """What is called, where that is a value rather than a name or a method."""
+    """The called values, if a value is called instead of an imported name."""
     is_inlined: bool = False
-    """A function of this file, whose own events follow."""
+    """Whether the called function is in this file; its events follow."""
     result: Values = frozenset()
 
     @property
     def is_store(self) -> bool:
-        """An assignment rather than a call."""
+        """Whether it is an assignment, not a call."""
         return isinstance(self.node, ast.Attribute)
 
     @property
     def line(self) -> int:
-        """The line where it starts."""
+        """Line number of its start."""
         return self.node.lineno
 
     def is_call_to(self, *names: str) -> bool:
-        """Whether it calls one of these public names."""
-        return not self.origins.isdisjoint(names)  # a store has none
+        """Whether it is a call of one of these public names."""
+        return not self.origins.isdisjoint(names)  # assignments have no origins
 
     def argument(self, position: int | None, *keywords: str) -> Values:
-        """The values of an argument given by position or by keyword; empty where absent or unknown."""
+        """Return the values of a positional or keyword argument; empty if absent or unknown."""
         if position is not None and position < len(self.args):
             return self.args[position]
         return next((self.keywords[name].values for name in keywords if name in self.keywords), frozenset())
 
 
 def exclude_each_other(one: ProgramEvent, other: ProgramEvent) -> bool:
-    """Whether tests on the way to both cannot hold in one run, as far as the tests' text shows."""
+    """Whether the tests before both events contradict each other, judged by their text."""
     return any(contradict(a, b) for a in one.guards for b in other.guards)
 
 
 def contradict(a: BranchTest, b: BranchTest) -> bool:
-    """Whether two tests cannot come out so in one run, as far as their text shows."""
+    """Whether two test outcomes are impossible in the same run, judged by the tests' text."""
     if a.branch[0] is b.branch[0] and a.branch[1] != b.branch[1]:
         return True
     (key, holds), (other_key, other_holds) = _tested(a), _tested(b)
@@ -293,7 +293,7 @@ def contradict(a: BranchTest, b: BranchTest) -> bool:
     left, right = _comparison(a.test), _comparison(b.test)
     if left is None or right is None or left[0] != right[0]:
         return False
-    # `world_size > 1` and `world_size == 1`: no value satisfies both, neither a constant of theirs nor one near it.
+    # `world_size > 1` and `world_size == 1`: no constant of the tests, nor a value near one, satisfies both.
     values: set[Any] = {"anything else", *left[2], *right[2]}
     numbers = [value for value in values if isinstance(value, int | float)]
     values.update(number + step for number in numbers for step in (-1, -0.5, 0.5, 1))
@@ -301,7 +301,7 @@ def contradict(a: BranchTest, b: BranchTest) -> bool:
 
 
 def _tested(guard: BranchTest) -> tuple[str, bool]:
-    """What a test asks, without `not`, and whether it holds."""
+    """Return the text of a test without `not`, and whether it holds."""
     return guard.key.removeprefix("not "), guard.taken != guard.key.startswith("not ")
 
 
@@ -320,7 +320,7 @@ _OPERATIONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 
 def _comparison(test: ast.AST) -> tuple[str, Callable[[Any], bool | None], list[Any]] | None:
-    """A comparison with constants: of what, whether it holds for a value, and the constants."""
+    """Parse a comparison with constants; return its left side, a function that evaluates it, and the constants."""
     if not (isinstance(test, ast.Compare) and len(test.ops) == 1):
         return None
     right = test.comparators[0]
@@ -340,5 +340,5 @@ def _comparison(test: ast.AST) -> tuple[str, Callable[[Any], bool | None], list[
 
 
 def is_plain(value: object) -> bool:
-    """Whether a literal is a number, a text, a flag or None."""
+    """Whether a literal is a number, string, bool or None."""
     return isinstance(value, str | int | float | None)
