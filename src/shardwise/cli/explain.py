@@ -27,7 +27,7 @@ def explain(
 ) -> None:
     """Explain a rule or an error: cause, fix, and affected torch versions.
 
-    A log may hold the lines of many ranks: the first failure is explained, not what followed from it.
+    A log may contain lines of many ranks: the first failure is explained, not its consequences.
     """
     from shardwise.explaining import explain as find_explanation
     from shardwise.pages import page_folder
@@ -64,7 +64,7 @@ def _text_of(target: str) -> str:
     from shardwise.explaining.answer import catalogue
 
     if target == "-":
-        return sys.stdin.buffer.read().decode("utf-8", errors="replace")  # a log may hold anything
+        return sys.stdin.buffer.read().decode("utf-8", errors="replace")  # a log may contain any bytes
     known = {name for failure in catalogue().values() for name in (failure.code, failure.name, failure.alias)} - {""}
     if target in known or target.upper() in known:
         return target

@@ -41,7 +41,7 @@ def lint(
     safeties = {Safety.UNSAFE: unsafe_fixes, Safety.SAFE: fix or unsafe_fixes}
     fixes = frozenset(safety for safety, wanted in safeties.items() if wanted)
     linted = lint_files(paths, settings, fixes=fixes)
-    if fixes and paths == ["-"]:  # the fixed text takes the place of the findings, as editors expect
+    if fixes and paths == ["-"]:  # editors expect the fixed text instead of findings
         typer.echo("".join(file.text for file in linted), nl=False)
     else:
         _render(linted, format)

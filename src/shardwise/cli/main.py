@@ -1,4 +1,4 @@
-"""The `shardwise` command: its subcommands, and how each kind of failure ends the process. No torch."""
+"""The `shardwise` command: its subcommands, and the exit status for each kind of failure. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     help="Shard, train, checkpoint and debug PyTorch models with FSDP2, and migrate from FSDP1.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # errors are ours to print, in `main`
+    pretty_exceptions_enable=False,  # `main` prints errors
 )
 app.command()(train)
 app.command()(plan)
@@ -58,7 +58,7 @@ def _options(
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit: 0 success, 1 findings, 2 wrong input, 3 environment, 70 internal error."""
     try:
-        app(arguments)  # exits by itself, also for wrong options and Ctrl-C
+        app(arguments)  # exits itself, also for wrong options and Ctrl-C
     except ShardwiseError as error:
         _show(error)
         sys.exit(error.exit_code)
@@ -73,14 +73,14 @@ def _show(error: ShardwiseError) -> None:
     from shardwise.report.terminal import print_error
 
     print_error(Console(stderr=True), error)
-    for note in getattr(error, "__notes__", []):  # which rank; its traceback is for bugs, not for rules
+    for note in getattr(error, "__notes__", []):  # names the rank; tracebacks are printed only for internal errors
         typer.echo(f"  {note.splitlines()[0]}", err=True)
 
 
 def _show_bug(error: Exception) -> None:
     notes = getattr(error, "__notes__", [])
     if notes:
-        # The traceback of the rank that failed says it all; ours would only show how ranks are started.
+        # The traceback of the failed rank is enough; this process's would only show how ranks are started.
         typer.echo("\n".join(notes).rstrip(), err=True)
     else:
         traceback.print_exception(error)

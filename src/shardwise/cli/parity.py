@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardwise.diagnosing.parity_criteria import Parity
 
 
-_ROWS, _LENGTH = 2, 16  # sequences of each rank, and tokens of each: enough to tell, quick everywhere
+_ROWS, _LENGTH = 2, 16  # sequences per rank, and tokens per sequence: enough to detect differences, and fast everywhere
 
 
 def parity(
@@ -29,9 +29,9 @@ def parity(
 ) -> None:
     """Train a model sharded and in one process, and report the first difference.
 
-    It runs the model, not a training script: on the loss that the model returns, else the mean of squares.
-    A `module:callable` is built as it stands, reference models and Hugging Face configs on the meta device.
-    `training.batch_size` counts the sequences of all ranks, as in a run; the default is two a rank.
+    The loss is the model's own, or else the mean of squares of its outputs; no training script is run. A
+    `module:callable` is built with its own values, reference models and Hugging Face configs on the meta device.
+    `training.batch_size` is the number of sequences over all ranks; the default is two per rank.
     """
     from shardwise.cli.running import number_of_ranks, run_on_ranks
     from shardwise.config.load import load
@@ -62,7 +62,7 @@ def compare_on_rank(config: RunConfig, steps: int, batch: str | None) -> Parity:
     described = load_model(config.model, options=config.model_options)
 
     def invent(rank: int, step: int, seed: int) -> Any:
-        # One stream of batches a rank, none of them shared by two ranks or two steps.
+        # Each rank has its own batches; no two ranks or steps share one.
         generator = torch.Generator().manual_seed((seed * 1000 + step) * 10_000 + rank)
         return make_batch(
             described,

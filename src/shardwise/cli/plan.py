@@ -71,7 +71,7 @@ def plan(
 
     with user_code():
         mesh = _mesh(config.mesh, nproc, gpus)
-        if is_run:  # as `train` plans it
+        if is_run:  # the same plan as in `train`
             made = plan_run(_build(config), config.shard, mesh)
         else:
             made = plan_model(_build(config), config.shard, mesh=mesh)
@@ -82,7 +82,7 @@ def plan(
         typer.echo(render_group(made, group))
     else:
         drawn = draw_mesh(mesh)
-        typer.echo(f"{made}\n{drawn}" if drawn.count("\n") > 1 else str(made))  # several axes
+        typer.echo(f"{made}\n{drawn}" if drawn.count("\n") > 1 else str(made))  # more than one axis
 
 
 def _mesh(mesh: MeshConfig, nproc: int | None, gpus: int | None) -> MeshConfig:
@@ -105,7 +105,7 @@ def _mesh(mesh: MeshConfig, nproc: int | None, gpus: int | None) -> MeshConfig:
         )
     if gpus is not None and mesh.device == "auto":
         mesh = replace(mesh, device="cuda")
-    sized = mesh.num_ranks if mesh.shard is not None else None  # the mesh itself says how many
+    sized = mesh.num_ranks if mesh.shard is not None else None  # the mesh gives the number of ranks
     return replace(mesh, shard=mesh.sizes(nproc or gpus or sized or number_of_ranks())["shard"])
 
 
@@ -118,7 +118,7 @@ def _build(config: RunConfig) -> nn.Module:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        frame = [frame for frame in frames if "/torch/" not in frame.filename][-1]  # the innermost that is not torch's
+        frame = [frame for frame in frames if "/torch/" not in frame.filename][-1]  # the innermost frame outside torch
         raise ConfigError(
             f"{config.model} cannot be built: {type(error).__name__}: {error}",
             where=f"{frame.filename}:{frame.lineno} in {frame.name}",
@@ -129,7 +129,7 @@ def _build(config: RunConfig) -> nn.Module:
 
 def _find(made: Plan, name: str) -> Group:
     """Return the group of this name, or the only one with this module, parameter, or descendants of it."""
-    wanted = name.partition("+")[0]  # of a group of several modules, the first
+    wanted = name.partition("+")[0]  # the first module of a group of several
     known = [(group, {group.name, *group.modules, *_parameters(group)}) for group in made.groups]
     exact = [group for group, names in known if wanted in names]
     below = [group for group, names in known if any(each.startswith(f"{wanted}.") for each in names)]

@@ -24,14 +24,14 @@ def run_on_ranks(
     stop_signals: Sequence[str] = (),
     everywhere: bool = False,
 ) -> Any | None:
-    """Run `module:function` on every rank; return rank 0's result, or None where this process is another.
+    """Run `module:function` on every rank; return rank 0's result, or None in a process of another rank.
 
-    With `everywhere`, a process that is another rank returns its own result: all must end with the same status. What
-    the function prints goes to stderr: stdout is for the command's result.
+    With `everywhere`, every process returns its own rank's result, so that all can exit with the same status. Output of
+    the function goes to stderr, because stdout is for the command's result.
 
-    Under torchrun, Slurm or Ray this process is a rank already and simply calls the function; otherwise
-    `num_ranks` local ranks are started, by default one a GPU, or two on CPU. A launcher restarts ranks by its own
-    rules; `max_restarts` and `stop_signals` are for local ones, see `start_local`.
+    Under torchrun, Slurm or Ray this process is already a rank and calls the function; otherwise `num_ranks` local
+    ranks are started, by default one per GPU, or two on CPU. Launchers restart ranks by their own rules;
+    `max_restarts` and `stop_signals` apply to local ranks, see `start_local`.
     """
     launch = read_launch()
     with user_code():
@@ -46,9 +46,9 @@ def run_on_ranks(
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Find a `module:callable` in the working folder, as `python -m` does, and send what it prints to stderr.
+    """Make `module:callable` importable from the working folder, as in `python -m`, and redirect its stdout to stderr.
 
-    The file descriptor is redirected too, for child processes: local ranks, and what they start.
+    The file descriptor is redirected as well, for child processes such as local ranks.
     """
     add_to_path(os.getcwd())
     stdout = sys.stdout
@@ -59,7 +59,7 @@ def user_code() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        stdout.flush()  # what was written to `sys.__stdout__`
+        stdout.flush()  # flush writes to `sys.__stdout__`
         os.dup2(kept, 1)
         os.close(kept)
 

@@ -21,7 +21,7 @@ AGENTS = {
     ".claude/skills": "Claude Code",
 }
 """Folders of skills, in a project or the home folder, and the agents that read them."""
-_DIGESTS = ".shardwise"  # digests of the files as installed: tells a copy of another version from a changed one
+_DIGESTS = ".shardwise"  # digests of the installed files, to distinguish outdated copies from modified ones
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ def install(
 ) -> None:
     """Install the skill for coding agents.
 
-    An unchanged copy of another version is replaced. A changed one is an error unless --force is given.
+    An unmodified copy of another version is replaced. A modified one is an error unless --force is given.
     """
 
     if listing:

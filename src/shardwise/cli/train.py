@@ -33,7 +33,7 @@ def train(
 
     config = load(RunConfig, run, settings or ())
     if run is not None:
-        add_to_path(Path(run).resolve().parent, first=False)  # a `module:callable` may lie beside the run file
+        add_to_path(Path(run).resolve().parent, first=False)  # a `module:callable` may be beside the run file
     if print_config:
         from shardwise.training.run import resolved_yaml
 
@@ -54,7 +54,7 @@ def _train(config: RunConfig, nproc: int | None) -> Training | None:
     from shardwise.training.run_folder import remove_if_empty, with_folder
 
     if read_launch().source == "single":
-        config = with_folder(config)  # before the ranks start: after a restart they look there for their checkpoints
+        config = with_folder(config)  # before the ranks start, so that they find their checkpoints after a restart
     try:
         return run_on_ranks(
             "shardwise.cli.train:train_on_rank",
@@ -65,7 +65,7 @@ def _train(config: RunConfig, nproc: int | None) -> Training | None:
             everywhere=True,
         )
     finally:
-        remove_if_empty(config)  # if it is empty still
+        remove_if_empty(config)  # only if it is still empty
 
 
 def train_on_rank(config: RunConfig) -> Training:

@@ -1,1 +1,1 @@
-"""What the user wants: frozen dataclasses, and the loader that fills them from YAML."""
+"""Settings: frozen dataclasses, and the loader that reads them from YAML."""

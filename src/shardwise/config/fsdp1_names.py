@@ -1,4 +1,4 @@
-"""FSDP1's settings by name, for migrate and for configs written for FSDP1. No torch."""
+"""FSDP1's settings by name, for migration and for configs written for FSDP1. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-"""In the order of the numbers 1 to 5 that a config may say instead."""
+"""Names of sharding strategies; a config may also give their numbers, 1 to 5 in this order."""
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 """Strategies that shard inside a machine and replicate across machines."""
 KEEPS_UNSHARDED = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
-"""Strategies that do not free the parameters after forward: `reshard_after_forward=False`."""
+"""Strategies that keep parameters unsharded after forward: `reshard_after_forward=False`."""
 NOT_NEEDED = {
     "limit_all_gathers": "FSDP2 never gathers further ahead than the prefetch says",
     "use_orig_params": "parameters always keep their own names and shapes: check optimizer groups made by either",
@@ -19,11 +19,11 @@ NOT_NEEDED = {
     "forward_prefetch": "FSDP2 overlaps gathering in forward by itself: set_modules_to_forward_prefetch asks for more",
     "activation_checkpointing_reentrant": "recomputation is never reentrant under FSDP2; the values are the same",
 }
-"""Settings that FSDP2 does not have because it needs none, and what it does instead."""
+"""Settings that FSDP2 does not need, and its behavior instead."""
 
 
 def member_name(value: Any, members: Iterable[str] = STRATEGIES) -> str | None:
-    """The name of an enum member given as the member, its name in any case, or its number from 1; None if unknown."""
+    """Return the name of an enum member, given as member, name in any case, or number from 1; None if unknown."""
     names = list(members)
     text = str(getattr(value, "name", value)).strip().upper().rpartition(".")[2]
     if text.isdigit() and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""From YAML and `--set a.b=c` to a checked config; every problem is reported at once. No torch."""
+"""Load a config from YAML and `--set a.b=c`; all problems are reported together. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIX = "shardwise train --print-config shows every setting with its default"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Rejects duplicate keys, of which YAML silently keeps the last."""
+    """Rejects duplicate keys; YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -39,10 +39,10 @@ def load(cls: type[C], source: str | Path | Mapping[str, Any] | None = None, ove
     Args:
         cls: A dataclass of `config.schema`.
         source: A YAML file, a mapping, or None for the defaults.
-        overrides: `a.b=value` each, applied in turn; the value is read as YAML.
+        overrides: Strings `a.b=value`, applied in order; each value is parsed as YAML.
 
     Raises:
-        ConfigError: With one line for each problem, and the nearest name where one is mistyped.
+        ConfigError: Lists all problems, with the nearest name for unknown settings.
     """
     name = str(source) if isinstance(source, (str, Path)) else "the config"
     values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_yaml(source)
@@ -90,7 +90,7 @@ def _merged(values: Any, changes: Any) -> Any:
 
 
 def to_yaml(config: object, notes: Mapping[str, Iterable[str]] | None = None) -> str:
-    """The config as YAML that `load` reads back, with `notes` as comments above the settings of their paths."""
+    """Return the config as YAML for `load`; `notes` are comments above the settings at their paths."""
     return "".join(line + "\n" for line in _yaml_lines(_plain(config), notes or {}, ""))
 
 
@@ -155,7 +155,7 @@ def _is_index(items: list[Any], key: str) -> bool:
 
 
 def _explain(items: Iterable[Mapping[str, Any]], cls: type) -> Iterator[str]:
-    """One line a field: pydantic reports each branch of a union by itself."""
+    """Yield one line per field; pydantic reports each branch of a union separately."""
     by_path: dict[tuple[str | int, ...], list[str]] = {}
     for item in items:
         path, owner = _locate(cls, item["loc"])
@@ -190,7 +190,7 @@ def _locate(cls: type, loc: tuple[str | int, ...]) -> tuple[tuple[str | int, ...
             owner = holder
             candidates = _dataclasses_in(typing.get_type_hints(holder)[part])
         elif position == len(loc) - 1 and candidates:
-            path.append(part)  # a name that no dataclass here knows: the typo itself
+            path.append(part)  # unknown to all these dataclasses: a misspelled name
             owner = candidates[0]
     return tuple(path), owner
 

@@ -185,7 +185,7 @@ class RunConfig(Strict):
     model_options: dict[str, Any] = field(default_factory=dict)
     """Overrides of a reference model's shape, as in `{num_layers: 8}`; arguments of a `module:callable`."""
     weights: str = "auto"
-    """Initial weights: a file or folder; `auto`: those in the model's folder; `none`: random initialisation."""
+    """Initial weights: a file or folder; `auto`: those in the model's folder; `none`: random initialization."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and freeze the model's weights (`add_lora`); None: train all weights."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -25,18 +25,18 @@ Fraction = Annotated[float, Interval(ge=0, lt=1)]
 UnitFloat = Annotated[float, Interval(ge=0, le=1)]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
-ROOT_PATTERN = "(root)"  # what a plan calls the root's own group
+ROOT_PATTERN = "(root)"  # name of the root's group in plans
 
 AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 """Meanings of mesh axes, outermost first."""
 BATCH_AXES = ("replicate", "shard", "expert")
-"""Ranks along these have different batches; along the others they share one."""
+"""Ranks along these axes have different batches; ranks along the others share a batch."""
 GRADIENT_AXES = (*BATCH_AXES, "context")
-"""Gradients of dense parameters are averaged over these."""
+"""Gradients of dense parameters are averaged over these axes."""
 SHARD_AXES = ("shard", "expert", "context")
-"""Dense parameters are sharded over these, flattened."""
+"""Dense parameters are sharded over these axes, flattened."""
 EXPERT_SHARD_AXES = ("shard", "context")
-"""Expert parameters, already split over the expert axis, are sharded over these, flattened."""
+"""Expert parameters, already split over the expert axis, are sharded over these axes, flattened."""
 SYNONYMS = {
     "pp": "pipeline", "dp_replicate": "replicate", "replica": "replicate", "dp_shard": "shard", "fsdp": "shard",
     "dp_shard_cp": "shard", "dp_cp": "shard", "ep": "expert", "cp": "context", "tp": "tensor",
@@ -96,16 +96,16 @@ class MeshConfig(Strict):
 
     @property
     def num_ranks(self) -> int:
-        """Product of the axes; `shard` counts as 1 where it is None."""
+        """Product of the axes' sizes; `shard` counts as 1 if it is None."""
         return math.prod(getattr(self, name) or 1 for name in AXES)
 
     def sizes(self, num_ranks: int) -> dict[str, int]:
-        """Axis name to size, outermost first, for `num_ranks` ranks; raise unless they fit exactly.
+        """Return axis sizes by name, outermost first, for `num_ranks` ranks; raise if the number does not match.
 
-        Axes of one rank are left out, except `shard`.
+        Axes of size 1 are omitted, except `shard`.
 
         Raises:
-            ConfigError: A size is not positive, or they do not multiply to `num_ranks`.
+            ConfigError: A size is not positive, or the product of the sizes is not `num_ranks`.
         """
         check_ranges(self, "mesh")
         others = self.num_ranks // (self.shard or 1)

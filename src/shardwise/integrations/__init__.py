@@ -1,1 +1,1 @@
-"""Other systems that run shardwise: each file needs its own extra."""
+"""Integrations with systems that start shardwise; each file needs its own extra."""

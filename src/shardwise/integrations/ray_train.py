@@ -1,4 +1,4 @@
-"""Ray Train runs a RunConfig: Ray starts and restarts the workers, shardwise trains and resumes (`shardwise[ray]`)."""
+"""Train with Ray Train: Ray starts and restarts the workers, shardwise trains and resumes (`shardwise[ray]`)."""
 
 from __future__ import annotations
 
@@ -40,45 +40,45 @@ def train_on_ray(
 ) -> Training:
     """Train with one rank per Ray worker, and resume from the last checkpoint if workers die.
 
-    Checkpoints and metrics are written by the run itself into `config.folder`, which every worker must reach under the
-    same path. Ray is sent the metrics. SIGTERM, SIGINT and SIGUSR1 to this process make the run save and return, as
-    `training.stop_signals` says.
+    The run itself writes checkpoints and metrics into `config.folder`, a path that all workers must share. Metrics are
+    also reported to Ray. On SIGTERM, SIGINT and SIGUSR1 to this process, the run saves a checkpoint and returns (see
+    `training.stop_signals`).
 
     Args:
-        config: The run. Without a folder, the next free name in `runs` of this process's folder.
-        num_workers: Ranks.
-        use_gpu: A GPU for each.
-        resources_per_worker: As Ray's `ScalingConfig` has it.
-        max_failures: How often Ray starts the workers again after a failure; -1: always. Mistakes in the run's settings
-            are not tried again.
-        report_every: Steps between reports to Ray; each makes all workers wait for each other.
-        name: Of the run, in Ray.
-        storage_path: Where Ray keeps its own records of the run.
-        callbacks: Ray's, which receive reports and failures.
+        config: The run. Without a folder, a new folder in `runs` in the current folder.
+        num_workers: Number of ranks.
+        use_gpu: Use one GPU per rank.
+        resources_per_worker: As in Ray's `ScalingConfig`.
+        max_failures: Maximum number of restarts after failures; -1: no limit. Errors in the run's settings are not
+            retried.
+        report_every: Number of steps between reports to Ray; in each, all workers wait for each other.
+        name: Name of the run in Ray.
+        storage_path: Location of Ray's own records of the run.
+        callbacks: Ray's callbacks, which receive reports and failures.
 
     Returns:
-        What the run did, as `fit` says it; `stopped` says whether it has steps left.
+        The result of the run, as from `fit`; `stopped` is set if steps remain.
 
     Raises:
         ShardwiseError: The run cannot start or continue, as in `fit`.
-        EnvironmentProblem: Workers failed more often than `max_failures`.
+        EnvironmentProblem: Workers failed more than `max_failures` times.
 
     Ranks:
-        Call it from the driver, which is not a rank; `ray.init` must have been called, or can be.
+        Call it from the driver, which is not a rank; `ray.init()` is called if necessary.
     """
     _check(config, num_workers, report_every)
     config = with_folder(config)
     config = replace(config, folder=str(Path(config.folder or "").resolve()))
     if not ray.is_initialized():
         ray.init()
-    trainer_class: Any = TorchTrainer  # Ray's types name its old trainer and its new one at once
+    trainer_class: Any = TorchTrainer  # the type stubs mix Ray's old and new trainers
     api: Any = ray.train
     actor_class: Any = ray.remote(num_cpus=0)(_StopFlag)
     stop_flag = actor_class.remote()
     trainer = trainer_class(
         _train_worker,
         train_loop_config={"config": config, "report_every": report_every, "stop_flag": stop_flag},
-        # Tensors in main memory need gloo beside NCCL: checkpoints and agreements use them.
+        # Checkpoints and checks between ranks use tensors in CPU memory, which need gloo in addition to NCCL.
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
         scaling_config=api.ScalingConfig(
             num_workers=num_workers,
@@ -125,7 +125,7 @@ def _check(config: RunConfig, num_workers: int, report_every: int) -> None:
 
 
 def _fit_until_asked(trainer: TorchTrainer, config: RunConfig, stop_flag: Any) -> Any:
-    """Run Ray's `fit` in another thread; this one handles signals, because Ray would end the workers on SIGINT."""
+    """Run Ray's `fit` in another thread; this thread handles signals, because Ray would end the workers on SIGINT."""
     done: list[Any] = []
 
     def fit() -> None:
@@ -169,12 +169,12 @@ def _train_worker(settings: dict[str, Any]) -> Training | ShardwiseError:
     config: RunConfig = settings["config"]
 
     def report(step: int, values: Mapping[str, Any]) -> None:
-        """Pass a record on to Ray; every worker must report as often as the others, rank 0's numbers are kept."""
+        """Report a record to Ray; all workers must report equally often, and rank 0's values are kept."""
         if step % settings["report_every"] == 0 or step == config.training.steps:
             ray.train.report({"step": step, **values})
 
     stop = StopRequest()
-    listen_until_exit(stop, {})  # a worker's function does not run in the main thread: signals do not reach it
+    listen_until_exit(stop, {})  # not the main thread, so it receives no signals
     threading.Thread(target=_follow, args=(settings["stop_flag"], stop), daemon=True).start()
     try:
         return fit(config, on_record=report)
@@ -190,6 +190,6 @@ def _follow(stop_flag: Any, stop: StopRequest) -> None:
         try:
             why = ray.get(stop_flag.why.remote())
         except ray.exceptions.RayError:
-            return  # the run is over, or the driver has gone and Ray ends this worker
+            return  # the run has ended, or the driver has exited and Ray ends this worker
         if why:
             stop.ask(why)

@@ -1,1 +1,1 @@
-"""Results for people and machines."""
+"""Rendering of results for people and programs."""

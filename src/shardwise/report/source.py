@@ -1,6 +1,6 @@
-"""Findings of source files, rendered: text with code frames, JSON, SARIF 2.1.0 and GitHub annotations.
+"""Findings in source files as text with code frames, JSON, SARIF 2.1.0 and GitHub annotations.
 
-`lint` and `migrate` use it. Nothing here reads files: frames come from the texts given.
+Used by `lint` and `migrate`. This module reads no files: code frames come from the given texts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def print_findings(console: Console, findings: Iterable[SourceFinding], texts: M
 
 
 def finding_text(finding: SourceFinding, text: str | None = None) -> Text:
-    """One finding for people; with the file's text, the lines in question are shown."""
+    """Render one finding as text; if the file's text is given, with the lines of the finding."""
     out = Text()
     out.append(f"{finding.path}:{finding.line}:{finding.column}", style="bold")
     out.append(f" {finding.code} ", style=f"bold {_COLOURS[finding.severity]}")
@@ -45,7 +45,7 @@ def finding_text(finding: SourceFinding, text: str | None = None) -> Text:
 
 
 def _frame(finding: SourceFinding, text: str) -> list[Text]:
-    """The lines of the finding with their numbers, the code itself underlined."""
+    """Return the finding's lines with line numbers, with the code underlined."""
     lines = text.split("\n")
     last = min(max(finding.end_line, finding.line), finding.line + _MAX_FRAME_LINES - 1, len(lines))
     width = len(str(last))
@@ -62,7 +62,7 @@ def _frame(finding: SourceFinding, text: str) -> list[Text]:
 
 
 def finding_dict(finding: SourceFinding) -> dict[str, Any]:
-    """One finding as plain values."""
+    """Return one finding as plain values."""
     fields = ("path", "line", "column", "end_line", "end_column", "code", "name", "message", "fix")
     return {
         **{name: getattr(finding, name) for name in fields},
@@ -73,7 +73,7 @@ def finding_dict(finding: SourceFinding) -> dict[str, Any]:
 
 
 def findings_json(findings: Sequence[SourceFinding], summary: Mapping[str, Any]) -> str:
-    """Findings and a summary as one JSON object."""
+    """Return findings and a summary as one JSON object."""
     return json.dumps({"findings": [finding_dict(one) for one in findings], "summary": dict(summary)}, indent=2)
 
 
@@ -97,13 +97,13 @@ def _end(finding: SourceFinding) -> dict[str, int]:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    for character in "%\r\n" + more:  # the percent sign first: the others bring new ones
+    for character in "%\r\n" + more:  # the percent sign first, because the others introduce new ones
         text = text.replace(character, f"%{ord(character):02X}")
     return text
 
 
 def findings_sarif(findings: Sequence[SourceFinding], rules: Iterable[Any] = (), *, version: str = "") -> str:
-    """A SARIF 2.1.0 log of one run, with the rules that were hit described by their code, name and summary."""
+    """Return a SARIF 2.1.0 log of one run; it describes the rules of the findings by code, name and summary."""
     hit = {finding.code for finding in findings}
     described = [
         {"id": rule.code, "name": rule.name, "shortDescription": {"text": rule.summary}}
@@ -129,7 +129,7 @@ def _sarif_result(finding: SourceFinding) -> dict[str, Any]:
         "locations": [{"physicalLocation": {"artifactLocation": uri, "region": region}}],
         "properties": {"safety": finding.safety.value, "status": finding.status.value},
     }
-    if finding.edits and finding.safety is Safety.SAFE:  # consumers apply what they find here
+    if finding.edits and finding.safety is Safety.SAFE:  # SARIF consumers apply all edits listed here
         replacements = [
             {
                 "deletedRegion": {"charOffset": edit.start, "charLength": edit.end - edit.start},

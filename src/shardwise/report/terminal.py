@@ -1,4 +1,4 @@
-"""Terminal output, rendered by rich on the caller's Console: progress, errors, `doctor`, `migrate`."""
+"""Terminal output on the caller's rich Console: progress, errors, `doctor`, `migrate`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLAIN_LINES = 10
 
 
 class TerminalProgress:
-    """A progress bar in a terminal; about ten lines in a file or pipe."""
+    """A progress bar in a terminal, or about ten lines in a file or pipe."""
 
     def __init__(self, console: Console, *, in_bytes: bool = False) -> None:
         self._console, self._in_bytes = console, in_bytes
@@ -35,7 +35,7 @@ class TerminalProgress:
         self._started_s = 0.0
 
     def start(self, total: int, label: str) -> None:
-        """Draw an empty bar."""
+        """Show an empty bar."""
         self._label, self._total, self._done = label, total, 0
         self._started_s = time.monotonic()
         if self._console.is_terminal:
@@ -54,7 +54,7 @@ class TerminalProgress:
         if self._bars is not None:
             self._bars.update(self._bars.task_ids[0], advance=steps, note=note)
         elif before == 0 or self._tenth(before) != self._tenth(self._done):
-            # A note on bytes says once more how many there are.
+            # A note about bytes would repeat the count.
             self._print(f"{self._label} {self._count()}  {'' if self._in_bytes else note}".rstrip())
 
     def finish(self, note: str = "") -> None:
@@ -81,7 +81,7 @@ class TerminalProgress:
 
 @contextmanager
 def progress_on(console: Console, *, in_bytes: bool = False) -> Iterator[TerminalProgress]:
-    """Context manager of a progress bar that is removed also after an error."""
+    """Return a context manager of a progress bar, which is also removed after an error."""
     progress = TerminalProgress(console, in_bytes=in_bytes)
     try:
         yield progress
@@ -90,7 +90,7 @@ def progress_on(console: Console, *, in_bytes: bool = False) -> Iterator[Termina
 
 
 def print_error(console: Console, error: ShardwiseError) -> None:
-    """Print an error as its rows: what in bold red, then where, why and fix."""
+    """Print an error: `what` in bold red, then where, why and fix."""
     text = Text.assemble(("error: ", "bold red"), (error.what, "red"))
     for name in _ROWS:
         row = getattr(error, name)
@@ -101,7 +101,7 @@ def print_error(console: Console, error: ShardwiseError) -> None:
 
 
 def print_examination(console: Console, environment: Environment, rows: list[Measured], num_ranks: int) -> None:
-    """Print everything that was found."""
+    """Print the environment, measured collectives and findings of `doctor`."""
     for subject, facts in environment.facts.items():
         if facts:
             console.print(Text(subject, style="bold"))
@@ -143,7 +143,7 @@ _HEADINGS = {
 
 
 def print_migration(console: Console, migration: Migration, *, written: bool) -> None:
-    """Print the diff of each file, unless the files were changed on disk, and the report."""
+    """Print the report, and the diff of each file unless the files were written."""
     if not written:
         for file in migration.files:
             if file.changed:
