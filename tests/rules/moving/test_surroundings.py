@@ -524,9 +524,17 @@ def test_scaler_meets_whole_or_float16_gradients_or_ranks_outside_of_the_mesh(wr
     assert "isinstance(scaler, torch.amp.GradScaler)" in text
 
 
-@pytest.mark.parametrize(("given", "expected"), [("", []), (", ignored_states=some", STAYS)])
-def test_torchs_own_scaler_is_reported_where_some_gradients_are_whole(given: str, expected: list[Status]):
-    _, findings = moved(f"model = FSDP(model{given})\nscaler = torch.cuda.amp.GradScaler()\n")
+@pytest.mark.parametrize(
+    ("before", "given", "expected"),
+    [
+        ("", "", []),
+        ("", ", ignored_states=some", STAYS),
+        ("settings = {'ignored_states': some}\n", ", **settings", STAYS),
+        ("settings = read()\n", ", **settings", []),
+    ],
+)
+def test_torchs_own_scaler_is_reported_where_some_gradients_are_whole(before: str, given: str, expected: list[Status]):
+    _, findings = moved(f"{before}model = FSDP(model{given})\nscaler = torch.cuda.amp.GradScaler()\n")
     assert status_of(findings, "SW122") == expected
 
 

@@ -8,7 +8,7 @@ import re
 
 from shardwise.fsdp1.codemod.constructors import ArgumentList, WrittenArgument, read_arguments
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft
-from shardwise.fsdp1.codemod.flow import Holds, flow_of, wraps_models
+from shardwise.fsdp1.codemod.flow import Holds, flow_of
 from shardwise.fsdp1.codemod.program import Program, is_constant, iterated_around, once
 from shardwise.fsdp1.codemod.state_calls import shards_in_groups
 from shardwise.source.syntax import (
@@ -155,6 +155,15 @@ def _ignores(program: Program) -> bool:
     """Whether some parameters may be left whole, whose gradients torch does not clip together with DTensors."""
     given = [one.arg for file in flow_of(program).files.values() for call in file.constructors for one in call.keywords]
     return any(name is None or name.startswith("ignored") for name in given)
+
+
+_IGNORED = re.compile(r"\bignored_(?:modules|parameters|states)\b")
+
+
+@once
+def _names_ignored(program: Program) -> bool:
+    """Whether a file names ignored parameters, which settings of an FSDP(...) call may then have."""
+    return any(map(_IGNORED.search, program.texts.values()))
 
 
 _LOW = re.compile(
@@ -387,7 +396,7 @@ def rewrite_scalers(draft: FileDraft) -> None:
         own = "a torch.amp.GradScaler that takes whole and float16 gradients too, and agrees over all ranks"
         draft.rewritten("SW122", node, f"ShardedGradScaler became {own if is_own else name}")
     for call in draft.context.calls_to("torch.amp.GradScaler", "torch.cuda.amp.GradScaler"):
-        if _ignores(draft.program) and wraps_models(draft.program) and call not in draft.emitted:
+        if _ignores(draft.program) and _names_ignored(draft.program) and call not in draft.emitted:
             message = "unscale_() raises where some gradients are whole, of ignored parameters, beside DTensors"
             draft.undecided(
                 "SW122", call, message, "one optimizer and scaler for each kind, or shardwise.fsdp1's ShardedGradScaler"
