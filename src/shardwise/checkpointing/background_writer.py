@@ -141,7 +141,7 @@ def serve(connection: Connection) -> None:
     def relay(name: str, *args: object) -> None:
         connection.send((name, args))
 
-    # Stands for the parent's progress: every call is sent to the parent.
+    # A proxy of the parent's progress: every call is sent to the parent.
     progress = SimpleNamespace(**{name: partial(relay, name) for name in ("start", "advance", "finish")})
     while True:
         try:

@@ -262,7 +262,7 @@ def merge_contents(path: Path | str, format: str, parts: Iterable[Contents]) -> 
 
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[ChunkSpec, int]]:
     """Split elements `[start, end)` of a row-major tensor into chunks, each with the number of elements before it."""
-    rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]  # elements per index of each dimension
+    rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]  # rows[dim + 1]: elements per index of dim
     at = start
     while at < end:
         # The outermost dimension of which a complete row starts here and fits.

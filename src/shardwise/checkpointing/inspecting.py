@@ -511,7 +511,7 @@ def _tensor_differences(left: Contents, right: Contents, name: str) -> Iterator[
 
 
 def _compare_parts(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
-    """Return the largest difference and the number of differing elements; equal bytes are equal."""
+    """Return the largest difference and the number of differing elements; equal bytes never differ."""
     if one.dtype == other.dtype and storage.bytes_of(one) == storage.bytes_of(other):
         return 0.0, 0
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64

@@ -472,7 +472,7 @@ class Checkpointer:
             self._error = error
 
     def _retire(self, newest: int, records: Sequence[sharded.FileRecord]) -> None:
-        """Remove checkpoints by the retention rules, on rank 0; first check that the latest one has its file sizes."""
+        """Check the latest checkpoint's file sizes, then remove checkpoints by the retention rules; for rank 0."""
         folder = self.path(newest)
         short = [record.file for record in records if size_problem(join(folder, record.file), record.num_bytes)]
         if short:  # older checkpoints may be the only usable ones

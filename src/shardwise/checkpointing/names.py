@@ -96,7 +96,7 @@ def with_our_names(contents: Contents) -> Contents:
 def _nested_optimizers(contents: Contents) -> Contents:
     """Convert flattened optimizer state (`state.<name>.exp_avg`, `param_groups.<name>.lr`) to the nested layout.
 
-    Parameters with the same options become one group; options that are tensors are never shared.
+    Parameters with the same options become one group; a parameter with a tensor among its options gets a separate one.
     """
     paths = {name: contents.path_of(name) for name in (*contents.tensors, *contents.values)}
     leaves = {name: str(path[-1]).split(".", 1) for name, path in paths.items()}

@@ -57,7 +57,7 @@ def dedup_chunks(tables: Sequence[Sequence[LocalChunk]]) -> list[list[int]]:
             holders.setdefault((held.name, held.spec), []).append((rank, index))
     chosen: list[list[int]] = [[] for _ in tables]
     loads = [0] * len(tables)
-    # First chunks that only one rank holds; then the others, largest first, each to the rank with the least bytes.
+    # First chunks that only one rank holds; then the others, largest first, each to the rank with the fewest bytes.
     sized = [(tables[where[0][0]][where[0][1]].num_bytes, where) for where in holders.values()]
     for num_bytes, where in sorted(sized, key=lambda item: (len(item[1]) > 1, -item[0])):
         rank, index = min(where, key=lambda place: loads[place[0]])

@@ -64,7 +64,7 @@ class Arena:
         if end > self.num_bytes or self._map is None:
             self.close()
             size = max(-(-end // _GRAIN), 1) * _GRAIN
-            # No file system limits its size, no other process can open it, and closing its last user frees it.
+            # No file system limits its size, no other process can open it, and it is freed with its last user.
             self.descriptor = os.memfd_create("shardwise-checkpoint", os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, size)
             self._map = mmap.mmap(self.descriptor, size)

@@ -1,8 +1,8 @@
 """The objects of a run as one flat table of tensors and values; optimizer state is stored by parameter names.
 
-torch's functions for this run a step with zero gradients to find the optimizer's state, skip that step (and return
-nothing) if any gradient exists, and return the live tensors. Here the stored state is the optimizer's current state;
-loading creates the state that the checkpoint contains.
+torch's state-dict functions run a step with zero gradients to find the state, skip that step (and return nothing) if
+any gradient exists, and return the live tensors. Here the stored state is the optimizer's current state; loading
+creates the state that the checkpoint contains.
 """
 
 from __future__ import annotations

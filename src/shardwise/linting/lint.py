@@ -1,4 +1,4 @@
-"""lint(): run the rules over files, in several processes if there are many."""
+"""lint(): run the rules over files, in several processes if they are large."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def without_names(
 ) -> list[Edit]:
     """Return edits that remove names, or all of an import; none if it is unclear what to remove.
 
-    A statement with a comment behind it is not removed, unless `drop_comment`.
+    A statement with a comment after it is not removed, unless `drop_comment`.
     """
     text, span = file.text, file.positions.span
     start, end = span(node)

@@ -449,7 +449,7 @@ class FileContext:
     def tests_before(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool, Sequence[ast.AST]]]:
         """Yield the tests on the way to a node in its function: test, outcome, and content of its other branch.
 
-        These are tests around the node, and earlier tests whose body leaves: `if rank != 0: return`.
+        These are tests around the node, and earlier tests whose body leaves the block: `if rank != 0: return`.
         """
         for inner, outer in itertools.pairwise([node, *self.ancestors(node)]):
             match outer:

@@ -47,7 +47,7 @@ class Trace:
 
     events: list[ProgramEvent] = field(default_factory=list)
     owners: dict[Value, set[ObjectRef]] = field(default_factory=dict)
-    """The objects of which an object became an attribute or item."""
+    """By object, the objects of which it became an attribute or item."""
 
     def calls_to(self, *names: str) -> list[ProgramEvent]:
         """Return every call of one of these public names, in order."""
@@ -80,7 +80,7 @@ class Trace:
 
     @cached_property
     def forwards(self) -> list[tuple[ProgramEvent, ObjectRef]]:
-        """The same, followed by every call of `forward`, which runs no hooks."""
+        """Every call in `entered`, followed by every call of `forward`, which runs no hooks."""
         directly = [event for event in self.events if event.method == "forward" and not event.is_store]
         return self.entered + [(event, module) for event in directly for module in modules(event.receiver)]
 
@@ -112,7 +112,7 @@ class Trace:
         return seen
 
     def are_related(self, a: Value, b: Value) -> bool:
-        """Whether they are equal or one is part of the other."""
+        """Whether two values are equal or one is part of the other."""
         return a == b or self.is_part_of(a, b) or self.is_part_of(b, a)
 
     def _shards_of(self, value: Value, at: ProgramEvent) -> list[Shard]:

@@ -40,7 +40,7 @@ def open_checkpoint(path: str | storage.Place, *, model: nn.Module | None = None
     """Read the index of a checkpoint of any format, under the names it was saved with.
 
     Args:
-        path: A folder (of shardwise, a run with several steps, Distributed Checkpoint, Hugging Face, one file per
+        path: A folder (shardwise's, a run with several steps, Distributed Checkpoint, Hugging Face, one file per
             rank) or a file (safetensors, an index, `torch.save`).
         model: The saved model; needed if files do not name the parameters: FSDP1's LOCAL state dicts and optimizers
             that number their parameters. It may be on the meta device.

@@ -131,7 +131,7 @@ def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
 def _fit(
     module: str, members: Sequence[tuple[str, tuple[int, ...]]], numel: int, contents: Contents, whole: set[str]
 ) -> FlatUnit:
-    """Return the layout of the parameters whose size is the stored number of elements."""
+    """Return the only layout of the parameters that has the stored number of elements; raise if there is none."""
     # Parameters of ignored modules are not in the flat parameter: the checkpoint stores them separately.
     flattened = [(name, shape) for name, shape in members if f"model.{name}" not in whole and name not in whole]
     world_size = contents.world_size or 1

@@ -17,7 +17,7 @@ from shardwise.checkpointing.pickles.machine import TensorRef
 from shardwise.errors import CheckpointError
 
 NOTES = "__shardwise__"
-"""Key of the notes: JSON text with values that have no plain form."""
+"""Key of the notes, a JSON text with the values that are not plain, the step and the world size."""
 _HIDDEN = ("__layout__", "__kinds__")
 
 

@@ -102,7 +102,7 @@ def _in_order(folder: storage.Place, names: list[str]) -> list[str]:
 
 
 def _is_state(path: KeyPath) -> bool:
-    """Whether it is optimizer state; a rank has only that of its own shards."""
+    """Whether the path is that of optimizer state; a rank has only the state of its own shards."""
     return len(path) >= 3 and path[-3] == "state"
 
 
@@ -302,5 +302,5 @@ def _is_flat(path: KeyPath) -> bool:
 
 
 def _is_numbered(path: KeyPath) -> bool:
-    """Whether it is optimizer state of a parameter that is identified by an index, not by name."""
+    """Whether the path is that of optimizer state of a parameter with an index instead of a name."""
     return _is_state(path) and str(path[-2]).isdigit()

@@ -402,7 +402,7 @@ def commit_checkpoint(
         os.rename(partial, folder)
     if fsync:
         storage.sync_folder(folder.parent)
-        with contextlib.suppress(CheckpointError):  # the first save may have created the run's folder
+        with contextlib.suppress(CheckpointError):  # the run's folder may be new; its parent may not be readable
             storage.sync_folder(folder.parent.parent)
 
 

@@ -67,7 +67,7 @@ def no_device_set(context: LintContext) -> Iterator[Hit]:
 
 
 def _moves_to_gpu(event: ProgramEvent) -> bool:
-    """`.cuda()`, `.to("cuda")`, `.to(f"cuda:{rank}")`, `.to(rank)`: uses the GPU before a mesh could set it."""
+    """Whether an event moves something to a GPU: `.cuda()`, `.to("cuda")`, `.to(f"cuda:{rank}")`, `.to(rank)`."""
     if event.is_store or event.origins or event.method != "to" or not event.args:
         return event.method == "cuda" and not event.is_store and not event.origins
     given = next(iter(getattr(event.node, "args", [])), None)

@@ -51,7 +51,7 @@ def norm_of_shards(context: LintContext) -> Iterator[Hit]:
             for value in _norms_read(context.file, event, norms):
                 if value in norms and value not in gathered:
                     line = norms[value].line
-                    yield Hit(event.node, f"the norm of line {line} is a DTensor; this uses only its local value")
+                    yield Hit(event.node, f"the norm of line {line} is a DTensor; this reads it without full_tensor()")
 
 
 def _is_norm(trace: Trace, event: ProgramEvent) -> bool:

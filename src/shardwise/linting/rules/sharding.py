@@ -402,7 +402,7 @@ def _checkpointed_classes(file: FileContext, event: ProgramEvent) -> set[str]:
 
 @rule("SW208", Severity.WARNING, fix="compile each block before sharding it, or call model.compile() after sharding")
 def compiled_model_sharded(context: LintContext) -> Iterator[Hit]:
-    """`torch.compile` of the whole model before `fully_shard` compiles the model without FSDP's hooks.
+    """`torch.compile` is applied to the whole model before `fully_shard` splits it into groups.
 
     Why: the graph breaks at every hook, and state-dict keys get an `_orig_mod.` prefix. Compile each block, or call
     `model.compile()` after sharding.
