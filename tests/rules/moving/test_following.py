@@ -388,12 +388,13 @@ def test_what_a_forward_left_unsharded_is_resharded_where_the_shards_are_meant(b
 
 
 def test_gradients_of_backward_in_another_method_are_clipped_after_resharding():
-    text, _ = migrate(
+    text, findings = migrate(
         "class Trainer:\n    def __init__(self, model):\n        self.model = FSDP(model)\n\n"
         "    def one_step(self, is_generator):\n        self.model(1).backward()\n\n    def train(self):\n"
         "        self.one_step(True)\n        self.one_step(False)\n        self.model.clip_grad_norm_(1.0)\n"
     )
     assert "        _reshard(self.model)\n        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)" in text
+    assert ["updated root" in one.message for one in findings if one.code == "SW138"] == [True]
 
 
 @pytest.mark.parametrize("folder", ["", "./"])

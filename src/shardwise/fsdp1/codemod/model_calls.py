@@ -410,7 +410,7 @@ TAKES = ("parameters", "named_parameters")
 def rewrite_after_forward(draft: FileDraft) -> None:
     """Reshard where a forward has left the root's parameters unsharded and the shards are wanted."""
     for call in draft.calls():
-        model = _clipped_after_forward(draft, call)
+        model = clipped = _clipped_after_forward(draft, call)
         if model is None and call not in draft.taken:
             model = _rebuilt_for(draft, call) or _cleared_after_forward(draft, call)
         statement = draft.context.statement(call)
@@ -418,7 +418,8 @@ def rewrite_after_forward(draft: FileDraft) -> None:
             continue
         draft.insert_before(statement, [f"{draft.helper('_reshard')}({draft.source(model)})"])
         message = "a forward without backward leaves the root unsharded: it is resharded first, as the shards are meant"
-        draft.rewritten(RESHARD_CODE, call, message)
+        later = "; the next forward uses the updated root, where FSDP1's used the values from before the step"
+        draft.rewritten(RESHARD_CODE, call, message + (later if clipped is not None else ""))
 
 
 _IDLE = {*dir(builtins), "train", "to", "parameters", "named_parameters", "requires_grad_", "info", "append", "cuda"}
