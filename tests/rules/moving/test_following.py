@@ -335,6 +335,14 @@ def test_state_of_the_inner_module_is_that_of_the_model(call: str):
     assert "(model.module" not in text
 
 
+@pytest.mark.parametrize("attribute", ["process_group", "mixed_precision", "rank"])
+def test_settings_of_a_wrapped_model_are_no_part_of_it(attribute: str):
+    kept = "def keep(layer):\n    return layer.state_dict()\n\n\n"
+    text, findings = migrate(kept, f"def run():\n    model = FSDP(build())\n    keep(model.{attribute})\n")
+    assert "return layer.state_dict()" in text
+    assert "SW111" not in codes(findings)
+
+
 def test_an_attribute_that_is_assigned_is_no_model():
     text, _ = migrate("def run(fake, real):\n    model = FSDP(real)\n    fake._fsdp_wrapped_module = real\n")
     assert "fake._fsdp_wrapped_module = real" in text

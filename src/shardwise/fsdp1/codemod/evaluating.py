@@ -46,6 +46,7 @@ _COMMON |= {"state_dict", "load_state_dict", "backward", "item", "detach", "size
 _RUNNERS = {"Thread", "Timer", "Process", "submit", "to_thread", "run_in_executor", "apply_async", "spawn"}
 _NO_MODULES = {"config", "tokenizer", "device", "dtype", "training", "generation_config", "__class__", "__name__"}
 _NO_MODULES |= {"params", "args", "hparams", "cfg", "shape", "ndim"}
+_NO_MODULES |= {"process_group", "rank", "world_size", "compute_device", "mixed_precision", "sharding_strategy"}
 """Attributes of models that hold no parameters."""
 _ITEM, _ANY = "[]", "*"
 """Some item, and some attribute: `setattr(self, name, model)`."""

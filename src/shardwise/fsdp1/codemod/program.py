@@ -387,13 +387,13 @@ class Reaching:
     def those_that_reach(self, places: Iterable[ast.AST], used: ast.AST) -> list[ast.AST]:
         """The places whose value may be the one used: no other always takes its place before the use."""
         found = [place for place in places if self.may_reach(place, used)]
-        return [
-            one for one in found if not any(self._replaces(other, one, used) for other in found if other is not one)
-        ]
+        own = [one for one in found if one in self.context.parents]  # an attribute may have hundreds in other files
+        replaced = {one for one in own if any(self._replaces(other, one, used) for other in own if other is not one)}
+        return [one for one in found if one not in replaced]
 
     def _replaces(self, other: ast.AST, place: ast.AST, used: ast.AST) -> bool:
         context = self.context
-        if other not in context.parents or place not in context.parents or isinstance(other, ast.arg):
+        if isinstance(other, ast.arg):
             return False
         home = (
             context.enclosing_function(place)
