@@ -688,3 +688,54 @@ def test_function_with_the_name_of_one_that_emitted_code_calls_keeps_it():
     assert "\nget_model_state_dict(plain)\n" in text
     assert "cpu:gloo,cuda:nccl" in text
     assert codes(findings, Status.NEEDS_DECISION) == []
+
+
+SETS = "import torch\nimport torch.distributed as dist\n\n\ndef start(rank):\n    torch.cuda.set_device(rank)\n"
+MOVED = IMPORTS + "import torch.distributed as dist\n\n\ndef build(model, rank):\n    dist.init_process_group('nccl')\n"
+MOVED += "    return FSDP(model.to(rank))\n"
+SETTING_ELSEWHERE = {
+    "in_a_file_that_it_imports": (f"from setting import start\n{MOVED}", "", False),
+    "in_one_that_the_script_imports": (
+        MOVED,
+        "import setting\nimport wrap\n\nif __name__ == '__main__':\n    1\n",
+        False,
+    ),
+    "in_the_script": (MOVED, f"from wrap import build\n{SETS}", False),
+    "in_another_program": (MOVED, "from wrap import build\n", True),
+}
+
+
+@pytest.mark.parametrize("name", SETTING_ELSEWHERE)
+def test_device_that_only_another_program_sets_is_not_set(tmp_path: Path, name: str):
+    wrap, main, is_told = SETTING_ELSEWHERE[name]
+    for stem, text in {"setting": SETS, "wrap": wrap, "main": main}.items():
+        (tmp_path / f"{stem}.py").write_text(text)
+    told = [one.message for file in migrate_files([tmp_path]).files for one in file.findings if one.code == "SW101"]
+    assert ["current device" in message for message in told] == [is_told]
+
+
+BUILT = """
+class Base:
+    def build_model(self) -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict({"net": torch.nn.Linear(4, 4)})
+
+
+def decorate(base):
+    class Sharded(base):
+        def set_up(self):
+            model = self.build_model().cuda().to(torch.float16)
+            model.forward = super().training_step
+            self.model = FSDP(model.to(torch.float16), sync_module_states=True)
+
+    return Sharded
+"""
+
+
+@pytest.mark.parametrize("given", ["ModuleDict", "Module"])
+def test_container_that_a_method_of_a_class_given_at_run_time_makes_is_refused(given: str):
+    body = BUILT if given == "ModuleDict" else BUILT.replace("torch.nn.ModuleDict:", "torch.nn.Module:")
+    body = body if given == "ModuleDict" else body.replace("torch.nn.ModuleDict(", "Net(")
+    text, findings = migrate(body)
+    assert ("self.model = FSDP(" in text) == (given == "ModuleDict")
+    told = [one.message for one in findings if one.status is Status.NEEDS_DECISION]
+    assert any("ModuleDict has no forward" in one for one in told) == (given == "ModuleDict")

@@ -14,6 +14,7 @@ from shardwise.config.fsdp1_names import HYBRID, KEEPS_UNSHARDED
 from shardwise.findings import Edit
 from shardwise.fsdp1.codemod.draft import Blocked, FileDraft, fsdp1_parameters
 from shardwise.fsdp1.codemod.evaluating import SAME
+from shardwise.fsdp1.codemod.flow import flow_of
 from shardwise.fsdp1.codemod.program import (
     Program,
     called_fsdp_name,
@@ -25,7 +26,7 @@ from shardwise.fsdp1.codemod.program import (
     strategy,
 )
 from shardwise.source.edits import change
-from shardwise.source.syntax import FSDP1, FileContext, Positions, argument_of
+from shardwise.source.syntax import FSDP1, FileContext, Positions, argument_of, last_name
 
 _REST = re.compile(r"[ \t]*(#[^\r\n]*)?(\r\n|\n|\r)")
 """What may follow an argument that has its line to itself."""
@@ -549,9 +550,43 @@ _ON_A_DEVICE = re.compile(r"\.(?:to|cuda)\([^()\n]*(?:rank|device|gpu|cuda:)")
 
 def _has_no_device(wrap: Wrap) -> bool:
     """Whether FSDP1 took the device from a model that was moved to one, and no file makes that the current one."""
-    texts = wrap.draft.program.texts.values()
+    program, path = wrap.draft.program, wrap.context.path
     is_moved = is_none(wrap.value("device_id")) and _ON_A_DEVICE.search(wrap.context.text) is not None
-    return is_moved and any("nccl" in one for one in texts) and not any(map(_SETS_DEVICE.search, texts))
+    if not is_moved or not any("nccl" in one for one in program.texts.values()):
+        return False
+    flow, setters = flow_of(program), [one for one, text in program.texts.items() if _SETS_DEVICE.search(text)]
+    scripts = [one for one, text in program.texts.items() if setters and (one in setters or "__main__" in text)]
+    return not flow.run_with(path, setters, [*flow.files, *scripts])
+
+
+_CONTAINERS = re.compile(r"(?<!\w)Module(?:Dict|List)\b")
+
+
+def refuse_container(wrap: Wrap) -> None:
+    """Leave a call alone whose model is what functions of the program say that they return: a container.
+
+    Raises:
+        Blocked: `fully_shard` takes no such model; FSDP1 runs the `forward` that the object was given, or none.
+    """
+    made = wrap.value("module")
+    for _ in range(8):  # `model = build().cuda()`, and FSDP(model.to(dtype))
+        made = single_value(wrap.context, made) if made is not None else None
+        if isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in SAME:
+            made = made.func.value
+    if not isinstance(made, ast.Call):
+        return
+    program, name = wrap.draft.program, last_name(made.func)
+    known = program.function(wrap.context, made.func)
+    files = program.files(re.compile(rf"\bdef {name}\(").search) if name and known is None else ()
+    makers = [one for context in files for one in context.functions if one.name == name]
+    makers += [known[1]] if known is not None else []
+    found = [_CONTAINERS.search(ast.unparse(one.returns)) if one.returns is not None else None for one in makers]
+    kinds = {kind[0] for kind in found if kind is not None}
+    if kinds and None not in found:
+        raise Blocked(
+            f"{min(kinds)} has no forward, so fully_shard refuses it",
+            "give it a class with a forward, or shard what is in it",
+        )
 
 
 def convert_placement(wrap: Wrap) -> Options:
@@ -562,7 +597,9 @@ def convert_placement(wrap: Wrap) -> Options:
         been written into the argument list already, by a helper.
     """
     if _has_no_device(wrap):
-        wrap.dropped.append("fully_shard uses the current device, which no file sets: call torch.cuda.set_device first")
+        wrap.dropped.append(
+            "fully_shard uses the current device, which nothing sets here: call torch.cuda.set_device first"
+        )
     wrap.drop(*(name for name in _WHERE if is_none(wrap.value(name))))
     member = strategy(wrap.context, wrap.value("sharding_strategy"))
     kind = _device_kind(wrap, wrap.value("device_id"))

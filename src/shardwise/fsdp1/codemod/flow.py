@@ -563,9 +563,13 @@ class ProgramFlow:
 
     def fed_by(self, path: str, among: Iterable[str]) -> list[str]:
         """The files whose models may come to one: some file imports both, itself or through others; all, if none do."""
-        around = [one for one in map(self.reached_by, self.files) if path in one]
         among = list(among)
-        return [one for one in among if any(one in reached for reached in around)] or among
+        return self.run_with(path, among, self.files) or among
+
+    def run_with(self, path: str, among: Iterable[str], scripts: Iterable[str]) -> list[str]:
+        """The files of `among` that one of these scripts imports together with a file, itself or through others."""
+        around = [one for one in map(self.reached_by, scripts) if path in one]
+        return [one for one in among if any(one in reached for reached in around)]
 
     def _grow(self, known: set[ObjectRef], values: Values, *keys: object) -> None:
         if len(known) + len(values) > _MAX_VALUES:

@@ -163,6 +163,7 @@ def _rewrite(wrap: Wrap) -> None:
         Blocked: An argument has no counterpart; the draft must be thrown away.
     """
     draft, drawn_apart = wrap.draft, _report_seeds(wrap)
+    constructors.refuse_container(wrap)
     if wrap.has_stars:
         _write_as_keyword_arguments(wrap)
         return
