@@ -739,3 +739,10 @@ def test_container_that_a_method_of_a_class_given_at_run_time_makes_is_refused(g
     assert ("self.model = FSDP(" in text) == (given == "ModuleDict")
     told = [one.message for one in findings if one.status is Status.NEEDS_DECISION]
     assert any("ModuleDict has no forward" in one for one in told) == (given == "ModuleDict")
+
+
+@pytest.mark.parametrize("given", ["", ", ignored_states=[model.token]"])
+def test_norm_of_ignored_parameters_is_said_to_be_of_one_rank(given: str):
+    _, findings = migrate(f"model = FSDP(model{given})\nmodel.clip_grad_norm_(1.0)\n")
+    told = [one.message for one in findings if one.code == "SW120"]
+    assert ["ignored parameters" in one for one in told] == [bool(given)]

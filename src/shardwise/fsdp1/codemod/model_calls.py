@@ -125,6 +125,8 @@ def _rewrite_method(draft: FileDraft, call: ast.Call, func: ast.Attribute) -> No
     draft.edit(behind, behind, f"{given}, " if call.args or call.keywords else given)
     draft.taken.update((call, func, func.value))
     message = "the method became a function of the parameters; its norm is over all ranks, as before"
+    if _ignores(draft.program) and _names_ignored(draft.program):
+        message += ", but over this rank's own gradients of ignored parameters: average those first"
     draft.rewritten(CLIPPING_CODE, call, message)
 
 
