@@ -343,6 +343,15 @@ def test_settings_of_a_wrapped_model_are_no_part_of_it(attribute: str):
     assert "SW111" not in codes(findings)
 
 
+def test_variable_of_which_nothing_is_known_is_not_the_function_around_it():
+    called = "def call(function, model):\n    function(model)\n\n\n"
+    text, findings = migrate(
+        called, "def run(options):\n    limit = 3\n    call(limit, FSDP(build()))\n    return options.state_dict()\n"
+    )
+    assert "return options.state_dict()" in text
+    assert "SW111" not in codes(findings)
+
+
 def test_an_attribute_that_is_assigned_is_no_model():
     text, _ = migrate("def run(fake, real):\n    model = FSDP(real)\n    fake._fsdp_wrapped_module = real\n")
     assert "fake._fsdp_wrapped_module = real" in text

@@ -59,6 +59,11 @@ def is_of_wrapped(value: ObjectRef) -> bool:
     return FSDP1 in value.whole.origins
 
 
+def is_function(value: ObjectRef) -> bool:
+    """Whether a value is a function of the program; the unknown value of a variable in one only has its site."""
+    return not value.path and not value.origins and isinstance(value.site, ast.Lambda | Function)
+
+
 def instance(definition: ast.ClassDef) -> ObjectRef:
     """Any object of a class of the program."""
     return ObjectRef(definition, definition=definition)
@@ -547,7 +552,7 @@ class Evaluator:
     def _functions(self, values: Values) -> Iterator[_Target]:
         """The functions of the program among some values."""
         for one in values:
-            if not one.path and isinstance(one.site, ast.Lambda | Function):
+            if is_function(one):
                 home = self if one.site in self.context.parents else self.flow.file_of(one.site)
                 if home is not None:
                     yield home.context, one.site, None

@@ -11,7 +11,16 @@ import enum
 import re
 from collections.abc import Iterable, Iterator
 
-from shardwise.fsdp1.codemod.evaluating import INNER, SAME, Callable, Evaluator, Values, instance, is_of_wrapped
+from shardwise.fsdp1.codemod.evaluating import (
+    INNER,
+    SAME,
+    Callable,
+    Evaluator,
+    Values,
+    instance,
+    is_function,
+    is_of_wrapped,
+)
 from shardwise.fsdp1.codemod.program import ENABLE_WRAP, WRAP, Program, fsdp_name, once
 from shardwise.source.syntax import (
     FSDP1,
@@ -493,7 +502,7 @@ class ProgramFlow:
                 kept.add(anyone.part(one.path[0]) if one.path else anyone)
             elif one.definition is not None and not one.path:
                 kept.add(instance(one.definition))
-            elif self.tags(one) & followed or isinstance(one.site, ast.Lambda | Function):
+            elif self.tags(one) & followed or is_function(one):
                 kept.add(one)
         return frozenset(kept)
 
