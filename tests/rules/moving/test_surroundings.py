@@ -734,3 +734,9 @@ def test_models_are_followed_into_classes_chosen_at_run_time(kind: str):
     found = together({"train.py": IMPORTS + CHOOSING, "choosing.py": choosing, "trainer.py": TRAINER})
     told = [one.line for one in found["trainer.py"][1] if one.code == "SW135" and one.status is Status.NEEDS_DECISION]
     assert told == [11]
+
+
+def test_models_are_not_followed_into_classes_that_a_file_only_mentions():
+    mentioning = "from trainer import Trainer\n\n\ndef choose(name):\n    isinstance(name, Trainer)\n    return run\n"
+    found = together({"train.py": IMPORTS + CHOOSING, "choosing.py": mentioning, "trainer.py": TRAINER})
+    assert "SW135" not in [one.code for one in found["trainer.py"][1]]

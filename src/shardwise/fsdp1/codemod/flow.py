@@ -31,6 +31,7 @@ from shardwise.source.syntax import (
     argument_of,
     checked_types,
     given_to,
+    last_name,
     name_on_self,
 )
 from shardwise.source.values import ObjectRef
@@ -428,8 +429,8 @@ class ProgramFlow:
                 self.activate(other)
 
     def named_in(self, places: Iterable[FileContext]) -> Iterator[tuple[FileContext, ast.ClassDef]]:
-        """The classes of the program that some files name, also in strings as a table of trainers does."""
-        names = {name for context in places for name in re.findall(r"\b[A-Z]\w+", context.text)}
+        """The classes of the program that some files have in tables or return, also by name in a string."""
+        names = {name for context in places for name in _offered(context) if re.fullmatch(r"[A-Z]\w+", name)}
         defined = re.compile(rf"^class (?:{'|'.join(sorted(names))})\b", re.MULTILINE)
         for context in self.program.files(defined.search) if names else ():
             yield from ((context, one) for name, one in context.classes.items() if name in names)
@@ -586,6 +587,16 @@ class ProgramFlow:
         if not values <= known:
             known |= values
             self._changed(*keys)
+
+
+def _offered(context: FileContext) -> Iterator[str]:
+    """The last names of what a file has in dicts or returns: of classes, and in strings."""
+    for outer in context.nodes(ast.Dict, ast.Return):
+        for one in ast.walk(outer):
+            if isinstance(one, ast.Name | ast.Attribute) and getattr(context.parents[one], "func", None) is not one:
+                yield last_name(one)
+            elif isinstance(one, ast.Constant) and isinstance(one.value, str):
+                yield one.value.rpartition(".")[2]
 
 
 def _is_anyones(owner: ObjectRef, name: str) -> bool:
