@@ -755,3 +755,23 @@ def test_norm_of_ignored_parameters_is_said_to_be_of_one_rank(given: str):
     _, findings = migrate(f"model = FSDP(model{given})\nmodel.clip_grad_norm_(1.0)\n")
     told = [one.message for one in findings if one.code == "SW120"]
     assert ["ignored parameters" in one for one in told] == [bool(given)]
+
+
+SWITCHED = """
+model, critic = FSDP(model), FSDP(critic)
+model.requires_grad_(True)
+for batch in batches:
+    critic.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("head" in name)
+    for name, parameter in model.named_parameters():
+        print(name, parameter.requires_grad)
+    critic(model(batch)).backward()
+"""
+
+
+def test_models_are_resharded_before_their_parameters_are_switched():
+    text, findings = migrate(SWITCHED)
+    assert "    _reshard(critic)\n    critic.requires_grad_(False)\n    _reshard(model)\n    for name," in text
+    assert text.count("_reshard(model)\n") == 1
+    assert codes(findings, Status.REWRITTEN).count("SW138") == 2

@@ -414,7 +414,7 @@ def rewrite_after_forward(draft: FileDraft) -> None:
     for call in draft.calls():
         model = clipped = _clipped_after_forward(draft, call)
         if model is None and call not in draft.taken:
-            model = _rebuilt_for(draft, call) or _cleared_after_forward(draft, call)
+            model = _rebuilt_for(draft, call) or _cleared_after_forward(draft, call) or _switched(draft, call)
         statement = draft.context.statement(call)
         if model is None or not draft.starts_line(statement):
             continue
@@ -440,10 +440,29 @@ def _rebuilt_for(draft: FileDraft, call: ast.Call) -> ast.expr | None:
     methods = [one.func for one in calls_in(call)]
     taken = [one.value for one in methods if isinstance(one, ast.Attribute) and one.attr in TAKES]
     held = [one for one in [*taken, *given_to(call)] if isinstance(one, ast.Name | ast.Attribute) and draft.holds(one)]
-    loops = [one for one in draft.context.ancestors(call) if isinstance(one, ast.For | ast.While)]
-    inside = {node for loop in loops for node in ast.walk(loop)}
-    is_repeated = bool(loops) and inside.isdisjoint(draft.sharded.constructors)
-    return held[0] if held and (is_repeated or _has_run(draft, call, held[0])) else None
+    return held[0] if held and (_is_repeated(draft, call) or _has_run(draft, call, held[0])) else None
+
+
+def _is_repeated(draft: FileDraft, node: ast.AST) -> bool:
+    """Whether code is in a loop that shards no models."""
+    loops = [one for one in draft.context.ancestors(node) if isinstance(one, ast.For | ast.While)]
+    return bool(loops) and {node for loop in loops for node in ast.walk(loop)}.isdisjoint(draft.sharded.constructors)
+
+
+def _switched(draft: FileDraft, call: ast.Call) -> ast.expr | None:
+    """The model whose parameters get another `requires_grad` where it may have run: a forward asks the shards."""
+    match call.func:
+        case ast.Attribute(attr="requires_grad_", value=model) if draft.holds(model):
+            place = call
+        case ast.Attribute(attr=name, value=model) if name in TAKES and draft.holds(model):
+            place = draft.context.parents[call]
+            inside = [one for one in ast.walk(place) if isinstance(one, ast.Attribute)]
+            is_set = any(one.attr == "requires_grad" and isinstance(one.ctx, ast.Store) for one in inside)
+            if not isinstance(place, ast.For) or not (is_set or any(one.attr == "requires_grad_" for one in inside)):
+                return None
+        case _:
+            return None
+    return model if _is_repeated(draft, place) or _has_run(draft, call, model) else None
 
 
 def _clipped_after_forward(draft: FileDraft, call: ast.Call) -> ast.expr | None:
