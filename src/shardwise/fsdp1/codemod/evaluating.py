@@ -555,7 +555,7 @@ class Evaluator:
             if is_function(one):
                 home = self if one.site in self.context.parents else self.flow.file_of(one.site)
                 if home is not None:
-                    yield home.context, one.site, None
+                    yield home.context, one.site, None  # pyrefly: ignore
 
     def _targets(self, call: ast.Call, name: str, receivers: Values, called: Values) -> Iterator[_Target]:
         """The functions and classes of the program that a call enters, each with the object that it is bound to."""
