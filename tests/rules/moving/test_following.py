@@ -775,3 +775,12 @@ def test_models_are_resharded_before_their_parameters_are_switched():
     assert "    _reshard(critic)\n    critic.requires_grad_(False)\n    _reshard(model)\n    for name," in text
     assert text.count("_reshard(model)\n") == 1
     assert codes(findings, Status.REWRITTEN).count("SW138") == 2
+
+
+@pytest.mark.parametrize(("name", "is_resharded"), [("train_one_step", True), ("set_up", False)])
+def test_models_are_resharded_before_a_function_switches_their_parameters(name: str, is_resharded: bool):
+    body = (
+        f"def {name}(model, flag):\n    for parameter in model.parameters():\n        parameter.requires_grad = flag\n"
+    )
+    text, _ = migrate(f"{body}\n\nmodel = FSDP(model)\n{name}(model, True)\n")
+    assert (f"def {name}(model, flag):\n    _reshard(model)\n    for" in text) == is_resharded

@@ -14,6 +14,7 @@ from shardwise.fsdp1.codemod.state_calls import shards_in_groups
 from shardwise.source.syntax import (
     FSDP1,
     FileContext,
+    Function,
     attributes_in,
     calls_in,
     given_to,
@@ -462,7 +463,14 @@ def _switched(draft: FileDraft, call: ast.Call) -> ast.expr | None:
                 return None
         case _:
             return None
-    return model if _is_repeated(draft, place) or _has_run(draft, call, model) else None
+    home = draft.context.enclosing_function(place)
+    makes = any(draft.context.enclosing_function(one) is home for one in draft.sharded.constructors)
+    may_run = not makes and isinstance(home, Function) and not _SETS_UP.search(home.name)
+    return model if may_run or _is_repeated(draft, place) or _has_run(draft, call, model) else None
+
+
+_SETS_UP = re.compile(r"init|set_?up|wrap|shard|fsdp|build|make|create|load|prepare|config|main", re.IGNORECASE)
+"""Names of functions that run before the models do."""
 
 
 def _clipped_after_forward(draft: FileDraft, call: ast.Call) -> ast.expr | None:
