@@ -294,3 +294,26 @@ def test_collectives_of_the_last_moment_end_before_the_interpreter_shuts_down(tm
 
     # A busy machine may hold up the other rank for longer than the process waits.
     assert any(leave(attempt) == "done\n0" for attempt in range(3))
+
+
+ENDING = """
+import atexit, sys, time
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import shardwise as sw
+
+times = []
+atexit.register(lambda: print("waited" if time.monotonic() - times[0] > 0.1 else "left"))  # runs last
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+torch.manual_seed(0)
+sw.shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+dist.destroy_process_group()
+atexit.register(lambda: times.append(time.monotonic()))  # runs first
+"""
+
+
+def test_threads_of_a_destroyed_group_end_before_the_interpreter_shuts_down(tmp_path: Path):
+    """They release tensors after their collective has returned."""
+    command = [sys.executable, "-c", ENDING, str(tmp_path / "store")]
+    with subprocess.Popen([*command, "0"], stdout=subprocess.DEVNULL):
+        assert subprocess.check_output([*command, "1"], text=True, timeout=60) == "waited\n"

@@ -209,6 +209,51 @@ def test_a_write_to_a_part_is_kept(rank: int, write: Callable[[torch.Tensor], No
         torch.testing.assert_close(model(x[rank]), expected(x[rank]))
 
 
+def computed(model: nn.Module) -> torch.Tensor:
+    return model[0].weight.detach() * 2
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    model(torch.ones(4, 8)).square().sum().backward()
+    return model[0].weight.grad
+
+
+def optimizer_state(model: nn.Module) -> torch.Tensor:
+    optimizer = torch.optim.AdamW(model.parameters())
+    gradient(model)
+    optimizer.step()
+    return optimizer.state[model[0].weight]["exp_avg"]
+
+
+def sums(model: nn.Module) -> torch.Tensor:
+    """A vector of which each rank has its rows' terms."""
+    return model[0].weight.detach().sum(0)
+
+
+def write_elements(tensor: torch.Tensor) -> None:
+    tensor[0] = 1.0
+    tensor[-2].mul_(0.5)
+    tensor[3:5].zero_()
+    tensor.view(-1)[2:5].add_(1)
+    for part in tensor.chunk(4):
+        part.sub_(1)
+    for row in tensor:
+        row.mul_(2)
+
+
+@pytest.mark.parametrize("of", [computed, gradient, optimizer_state, sums])
+@ranks(2)
+def test_a_write_to_a_part_of_any_sharded_tensor_is_kept(rank: int, of: Callable[[nn.Module], torch.Tensor]):
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = sw.shard(copy.deepcopy(expected))
+    found, wanted = of(model), of(expected)
+    for write in [write_elements] if of is sums else [write_elements, *PARTIAL_WRITES]:
+        write(found)
+        write(wanted)
+        torch.testing.assert_close(found.full_tensor(), wanted)
+
+
 @ranks(2)
 def test_a_part_can_be_read_saved_and_combined(rank: int, tmp_path: Path):
     model = sw.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))

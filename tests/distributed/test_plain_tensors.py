@@ -142,7 +142,8 @@ def of_no_strategy(parameter: Tensor) -> list[Tensor]:
         p[p > 0],
     ]
     found += [p.clone().masked_fill_(p > 0, torch.tensor(2.0)), p.mv(p[0]), p.index_add(0, rows, torch.ones(2, 6))]
-    return [*found, *torch.aminmax(p), p.clone().cumsum_(0), p.floor_divide(0.1), p.nonzero(), p.clone().triu_()]
+    found += [p.clone().cumsum_(0), p.clone().triu_(), p.clone().tril_(1), p.clone().fill_diagonal_(2.0)]
+    return [*found, *torch.aminmax(p), p.floor_divide(0.1), p.nonzero()]
 
 
 @ranks(2)
@@ -153,6 +154,13 @@ def test_operators_on_parameters_answer_as_in_one_process(rank: int, use: Callab
         zip(use(next(plain.parameters())), use(next(model.parameters())), strict=True)
     ):
         torch.testing.assert_close(full(found), expected, msg=lambda text, index=index: f"[{index}] {text}")
+
+
+@ranks(2)
+def test_an_operator_that_changes_the_shape_in_place_is_refused(rank: int) -> None:
+    weight = next(sw.shard(build()).parameters()).detach().clone()
+    with pytest.raises((sw.ShardwiseError, RuntimeError), match=r"changes the shape in place|placement"):
+        weight.unsqueeze_(0)
 
 
 @ranks(2)

@@ -373,15 +373,22 @@ def _meshes() -> dict[object, DeviceMesh]:
         return {}
     if world not in _MESHES:
         forget_meshes()  # meshes of a destroyed process group
-        atexit.unregister(_finish_collectives)
-        atexit.register(_finish_collectives)
+        finish_collectives_at_exit()
     return _MESHES.setdefault(world, {})
 
 
-def _finish_collectives() -> None:
-    """Wait briefly at exit: a gloo thread that releases a tensor during interpreter shutdown aborts the process."""
+def finish_collectives_at_exit() -> None:
+    """Wait briefly at exit: a gloo thread that releases a tensor during interpreter shutdown aborts the process.
+
+    It may do so after the collective has returned its result, and after `destroy_process_group()`.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1 and "gloo" in str(dist.get_backend_config()):
-        time.sleep(_EXIT_S)
+        atexit.unregister(_wait_for_threads)
+        atexit.register(_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    time.sleep(_EXIT_S)
 
 
 def latest_mesh() -> DeviceMesh | None:

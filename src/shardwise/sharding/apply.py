@@ -20,6 +20,7 @@ from shardwise.distributed.agreement import agree_on, gather_objects, run_on_all
 from shardwise.distributed.mesh import (
     default_mesh,
     expert_mesh,
+    finish_collectives_at_exit,
     fsdp_mesh,
     gradient_mesh,
     mesh_axes,
@@ -192,6 +193,7 @@ def shard(
         Collective. Call on every rank of `mesh`.
     """
     compat.check_torch()
+    finish_collectives_at_exit()
     refuse_replaced(model)
     stages, mesh = sub_mesh(mesh := mesh or default_mesh(), ("pipeline",)), model_mesh(mesh)
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)

@@ -11,6 +11,7 @@ in a forward, a parameter used while its group is sharded (in a generator, or fr
 
 import contextlib
 import functools
+import re
 import sys
 import warnings
 import weakref
@@ -26,7 +27,13 @@ from shardwise import compat
 from shardwise.errors import ShardError
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.hooks.parameter_writes import ShardUses, write_back
-from shardwise.sharding.hooks.shard_views import compute_whole, refuse_gradient, watch_views, write_whole
+from shardwise.sharding.hooks.shard_views import (
+    compute_whole,
+    reduce_partial,
+    refuse_gradient,
+    watch_views,
+    write_whole,
+)
 from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
 from shardwise.sharding.registry import described, users_line
 
@@ -218,7 +225,7 @@ def register_dtensor_handlers() -> None:
         compat.answer_operator(operator, functools.partial(answer, operator))
     for operator in compat.in_place_operators():
         if operator not in _OF_SEVERAL:  # their handler reduces itself: optimizers call them for each parameter
-            compat.answer_operator(operator, _reduce_first)
+            compat.answer_operator(operator, functools.partial(_write_in_place, operator))
     compat.answer_operator(_aten._local_scalar_dense.default, _item)
     compat.answer_operator(_aten.index_put_.default, _write_masked)
     compat.answer_operator(_aten.eye.m_out, _eye)
@@ -242,7 +249,7 @@ def _meet_plain(operator: Any, is_written: bool, plain: Callable[[], Any], args:
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     first, others = tensors[0], tensors[1:]
     if is_written:
-        _reduce(first)
+        reduce_partial(first)
         if type(first) is DTensor and all(_is_scalar_or_like(first, each) for each in others):
             # Optimizers use this for each parameter; a second dispatch would be slower.
             operator(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
@@ -364,17 +371,16 @@ def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
     return tensor
 
 
-def _reduce_first(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    _reduce(args[0])
-    return plain()
-
-
-def _reduce(written: Any) -> None:
-    """`norm.square_()`, `F.normalize`: torch refuses to write to partial values, or writes each term."""
-    for placement in getattr(written, "placements", ()):
-        if placement.is_partial():
-            compat.reduce_in_place(written)
-            return
+def _write_in_place(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+    """Write with DTensors; on the full value if torch would need other placements, as for `triu_` from 2.14 on."""
+    reduce_partial(args[0])
+    try:
+        return plain()
+    except RuntimeError as error:
+        changes_shape = torch.Tag.inplace_view in operator.tags
+        if changes_shape or not re.search("placement changes|mixed torch.Tensor", str(error)):
+            raise
+        return write_whole(operator, plain, args, kwargs)
 
 
 def _eye(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:

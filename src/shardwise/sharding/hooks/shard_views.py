@@ -1,8 +1,8 @@
-"""Writes to a part of a sharded parameter: `weight[2] = 0`, `weight[3:5].mul_(2)`, `weight.index_fill_(...)`.
+"""Writes to a part of a sharded tensor: `weight[2] = 0`, `weight.grad[3:5].mul_(2)`, `weight.index_fill_(...)`.
 
 If a view spans parts of several ranks, torch returns a copy, so that writes to it are silently lost; other writes
-raise. Here such a copy records the viewed parameter: a write is applied to the full value, and each rank keeps its
-part. All ranks must write the same values.
+raise. Here such a copy records the viewed parameter, gradient or other tensor: a write is applied to the full value,
+and each rank keeps its part. All ranks must write the same values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from shardwise.sharding.inventory import full_tensor, local_part, local_tensor
 from shardwise.sharding.registry import described, users_line
 
 _aten: Any = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
 _VIEWS = (
-    _aten.detach.default, _aten.alias.default, _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor,
+    *_ALIASES, _aten.select.int, _aten.slice.Tensor, _aten.split.Tensor,
     _aten.split_with_sizes.default, _aten.unbind.int, _aten.view.default, _aten.diagonal.default, _aten.transpose.int,
     _aten.t.default, _aten.permute.default, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim,
     _aten.unfold.default, _aten.as_strided.default,
@@ -38,9 +39,9 @@ _WRITES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ViewOrigin:
-    """Viewed parameter of a tensor, and the view operations from one to the other."""
+    """Viewed tensor of a tensor, and the view operations from one to the other."""
 
-    parameter: DTensor
+    viewed: DTensor
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ _ORIGINS: dict[int, tuple[weakref.ref[DTensor], ViewOrigin]] = {}
 
 
 class ShardView(DTensor):
-    """A copy of a part of a sharded parameter; writes to it are applied to the parameter."""
+    """A copy of a part of a sharded tensor; writes to it are applied to that tensor."""
 
     __slots__ = ()
     is_dispatched: ClassVar[bool] = False
@@ -63,7 +64,7 @@ class ShardView(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Write to the parameter, view the view, or compute: on DTensors, or on full values with plain tensors."""
+        """Write to the viewed tensor, view the view, or compute: on DTensors, or on full values with plain tensors."""
         ShardView.is_dispatched = True
         kwargs = kwargs or {}
         tensors = find_tensors((args, kwargs))
@@ -88,7 +89,7 @@ class ShardView(DTensor):
 
 
 def watch_views() -> None:
-    """Support writes to views of sharded parameters, in this process."""
+    """Support writes to views of sharded tensors, in this process."""
     for operator in _VIEWS:
         compat.answer_operator(
             operator, lambda plain, args, kwargs, operator=operator: _view(operator, args, kwargs, plain)
@@ -113,32 +114,46 @@ def write_whole(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any)
 
 
 def _write(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Apply an operator to the full value of the parameter; keep this rank's part of the result."""
+    """Apply an operator to the full value of the viewed tensor; keep this rank's part of the result."""
     written = args[0]
     if not isinstance(written, DTensor):
         return operator(written, *change_tensors(args[1:], _whole), **change_tensors(kwargs, _whole))
     origin = _origin_of(written) or ViewOrigin(written)
-    whole = full_tensor(origin.parameter)
+    for tensor in (origin.viewed, written):
+        reduce_partial(tensor)
+    whole = full_tensor(origin.viewed)
     part = origin.of(whole)
     operator(part, *change_tensors(args[1:], _whole), **change_tensors(kwargs, _whole))
-    for tensor, value in ((origin.parameter, whole), (written, part)):
+    if part.shape != written.shape:
+        raise ShardError(
+            f"{operator} of {described([written])}",
+            where=users_line(),
+            why="it changes the shape in place, and this rank has a part of the tensor",
+            fix="use the function without the underscore, which returns a new tensor",
+        )
+    for tensor, value in ((origin.viewed, whole), (written, part)):
         local_tensor(tensor).copy_(local_part(value, tensor))
     return written
 
 
 def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
-    """View with torch; record the origin of a view that can be written to."""
+    """View with torch; a view that torch returns as a copy records its origin."""
     source = args[0]
-    origin = ViewOrigin(source) if is_watched(source) else _origin_of(source)
-    if origin is None or source.is_meta:
+    if source.is_meta or (operator in _ALIASES and type(source) is not ShardView):
         return plain()
     if torch.is_grad_enabled() and source.requires_grad:
-        return compute_whole(operator, plain, args, kwargs)
+        return compute_whole(operator, plain, args, kwargs) if is_watched(source) else plain()
     try:
         made = plain()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
         made = of_whole(operator, args, kwargs)
+    origin, memory = _origin_of(source) or ViewOrigin(source), _memory(source)
+    is_copy = type(source) is ShardView or (_is_partial(source) and not compat.in_backward())
     for index, tensor in enumerate(results := made if isinstance(made, (list, tuple)) else [made]):
+        if not is_copy and _memory(tensor) == memory:
+            continue
 
         def view(whole: torch.Tensor, index: int | None = index if results is made else None) -> torch.Tensor:
             seen = operator(whole, *args[1:], **kwargs)
@@ -147,12 +162,25 @@ def _view(operator: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> An
         key = id(tensor)
         _ORIGINS[key] = (
             weakref.ref(tensor, lambda _, key=key: _ORIGINS.pop(key, None)),
-            ViewOrigin(origin.parameter, (*origin.views, view)),
+            ViewOrigin(origin.viewed, (*origin.views, view)),
         )
-        if type(source) is ShardView or _memory(tensor) != _memory(source):
-            tensor.__class__ = ShardView
-            _watch_writes(tensor)
+        tensor.__class__ = ShardView
+        _watch_writes(tensor)
     return made
+
+
+def reduce_partial(written: Any) -> None:
+    """Reduce a partial tensor before a write: torch refuses to write to partial values, or writes each term.
+
+    Ranks:
+        Collective for a partial tensor.
+    """
+    if _is_partial(written):
+        _as_dtensor(written, lambda: compat.reduce_in_place(written))
+
+
+def _is_partial(tensor: Any) -> bool:
+    return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
 
 
 def _watch_writes(view: ShardView) -> None:
