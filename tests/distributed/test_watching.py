@@ -1,7 +1,10 @@
 """What a plain `shard` must not take for a divergence."""
 
 import gc
+import threading
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.fsdp1 import FullyShardedDataParallel
 from shardwise.sharding.apply import shard
+from shardwise.sharding.hooks import watching
 from tests.ranks import ranks
 
 
@@ -61,3 +65,25 @@ def test_models_of_the_same_ranks_are_compared_in_one_order_whichever_of_them_li
     assert tracer.num_opened == num_opened + 1
     step(*third)
     dist.barrier()
+
+
+@ranks(2)
+def test_a_model_may_be_deleted_while_the_next_is_sharded(rank: int):
+    """The garbage collector may run between any two statements: it must not close what the next model is given."""
+    torch.manual_seed(0)
+    earlier = [shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))]
+    gather = watching.gather_objects
+
+    def gather_and_collect(*args: Any, **kwargs: Any) -> Any:
+        earlier.clear()
+        gc.collect()
+        return gather(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watching, "gather_objects", gather_and_collect)
+        model = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert any(thread.name == "shardwise-guard" for thread in threading.enumerate())
+    model(torch.ones(2, 4)).sum().backward()
+    (tracer,) = model.__dict__[watching._ATTRIBUTE].tracers
+    assert not tracer.is_closed
+    assert tracer.trace.count

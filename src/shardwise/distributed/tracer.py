@@ -315,6 +315,7 @@ class CollectiveTracer:
         """Publish each event before its collective starts: if buffer sizes differ between ranks, gloo ends the
         process before the thread could publish the event."""
         self.num_opened, self.is_closed = 0, True
+        self.machine: str | None = None
         self._rank, self._global_ranks = rank, global_ranks
 
     def open(
@@ -354,8 +355,8 @@ class CollectiveTracer:
         self._thread = threading.Thread(target=self._run, name="shardwise-guard", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, unless it runs."""
-        if not self._thread.is_alive():
+        """Start the thread, unless it was started."""
+        if self._thread.ident is None:
             self._thread.start()
 
     def close(self) -> None:

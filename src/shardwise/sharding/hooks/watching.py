@@ -95,7 +95,6 @@ def watch(
             )
             tracer = tracers[ranks] = _open_tracer(process_group, ranks, machine)
             numbers[tracer] = tracer.groups.add(class_name(model), list(groups))
-            tracer.groups.num_models += 1
             tracer.patience, tracer.report = patience or tracer.patience, report or tracer.report
             tracer.publishes_events = all(group.device.type == "cpu" for group in groups.values())
             tracer.aborters.append(abort)
@@ -117,26 +116,27 @@ def watch(
 
 
 def _open_tracer(process_group: Any, ranks: tuple[int, ...], machine: str | None) -> CollectiveTracer:
-    """Return the tracer of these ranks, with new traces if one of them has no model left or found an error.
+    """Return the tracer of these ranks for one more model, with new traces if a rank has no other or found an error.
 
     Ranks:
         Collective over the process group.
     """
     world, tracer = _TRACERS.get(ranks, (None, None))
-    if world is not None and world() is not dist.group.WORLD:
-        tracer = None
-    state = None
-    if tracer is not None and not tracer.is_closed and tracer.error is None and machine in (None, tracer.machine):
-        state = tracer.num_opened, tracer.trace.count
-    states = gather_objects(state, group=process_group)
-    if tracer is not None and state is not None and all(other == state for other in states):
-        return tracer
-    machine = machine or (tracer.machine if tracer is not None else None)
-    opened = open_traces(process_group, machine)
-    if tracer is None:
+    if tracer is None or world is None or world() is not dist.group.WORLD:
         tracer = CollectiveTracer(process_group.rank(), GroupNames(), ranks, patience=_PATIENCE_SECONDS, report=_print)
-        _TRACERS[ranks] = weakref.ref(dist.group.WORLD), tracer
-    tracer.open(*opened, machine)
+    tracer.groups.num_models += 1  # counted first: another model may be deleted at any time, and the last one closes
+    try:
+        state = None
+        if not tracer.is_closed and tracer.error is None and machine in (None, tracer.machine):
+            state = tracer.num_opened, tracer.trace.count
+        states = gather_objects(state, group=process_group)
+        if state is None or any(other != state for other in states):
+            machine = machine or tracer.machine
+            tracer.open(*open_traces(process_group, machine), machine)
+    except BaseException:
+        tracer.groups.num_models -= 1
+        raise
+    _TRACERS[ranks] = weakref.ref(dist.group.WORLD), tracer
     return tracer
 
 
