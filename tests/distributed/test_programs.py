@@ -29,7 +29,7 @@ FAST = [
     "in_place_on_inputs", "target_network", "hooks_on_parameters", "regulariser_after_forward", "deep_copy",
     "gradients_cleared_between_forward_and_backward", "norm_of_gradients_by_item", "matrices_in_losses",
     "modules_that_return_parameters", "recomputed_and_run_again", "blocks_that_yield", "parameters_kept_in_objects",
-    "rows_of_weights_in_losses", "references_from_before_sharding",
+    "rows_of_weights_in_losses", "references_from_before_sharding", "weights_of_losses",
 ]  # fmt: skip
 JOBS = 4
 

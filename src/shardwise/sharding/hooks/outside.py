@@ -28,6 +28,7 @@ from shardwise.errors import ShardError
 from shardwise.models.nested_tensors import change_tensors, find_tensors
 from shardwise.sharding.hooks.parameter_writes import ShardUses, write_back
 from shardwise.sharding.hooks.shard_views import (
+    NoGradientError,
     compute_whole,
     reduce_partial,
     refuse_gradient,
@@ -79,7 +80,7 @@ class OutsideTensor(DTensor):
         if not is_mixed or func in _BACKWARDS:
             try:
                 return _call(func, args, kwargs, tensors)
-            except (RuntimeError, NotImplementedError) as error:
+            except (RuntimeError, NotImplementedError, NoGradientError) as error:
                 # A rank that runs out of memory must not gather, because the other ranks do not.
                 if func in _BACKWARDS or isinstance(error, torch.OutOfMemoryError):
                     raise

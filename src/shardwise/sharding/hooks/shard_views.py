@@ -238,10 +238,14 @@ def compute_whole(operator: Any, plain: Callable[[], Any], args: Any, kwargs: An
         return of_whole(operator, args, kwargs)
 
 
+class NoGradientError(ShardError):
+    """torch cannot compute a gradient of an operation on ranks' parts."""
+
+
 def refuse_gradient(what: str, tensors: Iterable[torch.Tensor], why: str) -> None:
     """Raise if autograd would record a computation without a gradient over the ranks."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        raise ShardError(
+        raise NoGradientError(
             what,
             where=users_line(),
             why=why,
