@@ -1,5 +1,6 @@
 """No rank holds much more than its own part, while weights are loaded or saved."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ class Extra:
     """The most resident memory that a block took besides what it had at the start."""
 
     def __enter__(self) -> "Extra":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier tests freed is not resident at the start
         Path("/proc/self/clear_refs").write_text("5")  # start a new high-water mark
         self.start = memory_mib("VmRSS")
         return self
@@ -53,7 +55,7 @@ def test_memory_besides_the_shard_is_bounded(rank: int, tmp_path: Path):
     ):
         with Extra() as extra:
             save(path)
-        assert extra.mib < 300, (path.name, extra.mib)
+        assert extra.mib < 200, (path.name, extra.mib)
         dist.barrier()
         for broadcast in (False, True):
             other = shard(build())
@@ -62,7 +64,7 @@ def test_memory_besides_the_shard_is_bounded(rank: int, tmp_path: Path):
                     load_full(path, model=other, broadcast=broadcast)
                 else:
                     load_weights(other, path, broadcast=broadcast)
-            assert extra.mib < shard_mib + 256, (path.name, broadcast, extra.mib)
+            assert extra.mib < shard_mib + 128, (path.name, broadcast, extra.mib)
             for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
                 assert torch.equal(ours.to_local(), theirs.to_local())
             del other

@@ -88,6 +88,13 @@ def test_a_rank_that_diverges_is_named_on_other_machines(case: str, num_ranks: i
     assert_survivors_name(expected.replace("; rank 0 continues", ""), case, outcomes, odd)
 
 
+def test_a_rank_that_ends_at_once_has_published_its_error():
+    """Rank 2 raises because rank 3, on its machine, is dead, and ends: rank 0 must not take rank 2 for the dead one."""
+    outcomes = run_diverging("killed-loaded", 4, 2)
+    assert sorted(outcomes) == [0, 1, 2]
+    assert all("rank 3 died in step 3" in outcome["outcome"] for outcome in outcomes.values()), outcomes
+
+
 def assert_survivors_name(expected: str, case: str, outcomes: Outcomes, odd: int) -> None:
     """Where sizes differ gloo ends the process that gets more, so that a rank of either side may be gone."""
     survivors = [outcome for rank, outcome in outcomes.items() if rank != odd or case not in {"early-exit", "slow"}]

@@ -279,11 +279,23 @@ def read_requests(
 
 
 def read_chunk(
-    contents: Contents, tensor: StoredTensor, spec: ChunkSpec | None = None, *, verify: bool = True
+    contents: Contents,
+    tensor: StoredTensor,
+    spec: ChunkSpec | None = None,
+    memory: torch.Tensor | None = None,
+    *,
+    verify: bool = True,
 ) -> torch.Tensor:
-    """Read a stored tensor, or a part of it, into a new CPU tensor; raise if it is not stored or is damaged."""
-    spec = spec or ChunkSpec.whole(tensor.shape)
-    target = torch.empty(spec.sizes, dtype=getattr(torch, tensor.dtype), device="cpu")
+    """Read a stored tensor or a part of it into new CPU memory, or into `memory`: as many bytes, of type uint8.
+
+    Raises:
+        CheckpointError: It is not stored, or is damaged.
+    """
+    spec, dtype = spec or ChunkSpec.whole(tensor.shape), getattr(torch, tensor.dtype)
+    if memory is None:
+        target = torch.empty(spec.sizes, dtype=dtype, device="cpu")
+    else:
+        target = memory.view(dtype).view(spec.sizes)
     request = Request(tensor.name, target, spec)
     if problem := _problem(tensor, request):
         why = "the checkpoint's index does not fit its files: a part is missing, or the index is damaged"
@@ -348,35 +360,43 @@ class RequestReader:
         wanted: dict[str, list[Request]] = {name: [] for name in self._names(requests)}
         for request in requests:
             wanted[request.name].append(request)
-        with storage.counting(progress, sum(contents.tensors[name].num_bytes for name in wanted), "loading") as count:
-            for name, own in wanted.items():
-                self._read_and_send(contents, contents.tensors[name], own, verify, count)
+        stored = {name: contents.tensors[name] for name in wanted}
+        parts = [(name, spec) for name in wanted for spec in stored[name].portions(max_bytes=_BROADCAST_BYTES)]
+        num_bytes = [spec.numel * ITEM_BYTES[stored[name].dtype] for name, spec in parts]
+        # One buffer for all: new ones, allocated between the targets, would fragment the heap. Last byte: it failed.
+        buffer = torch.zeros(max(num_bytes, default=0) + 1, dtype=torch.uint8, device="cpu")
+        with storage.counting(progress, sum(num_bytes), "loading") as count:
+            for (name, spec), size in zip(parts, num_bytes, strict=True):
+                self._read_and_send(contents, stored[name], spec, wanted[name], verify, buffer[: size + 1])
+                count(size)
 
     @torch.no_grad()
     def _read_and_send(
-        self, contents: Contents, stored: StoredTensor, own: list[Request], verify: bool, count: Callable[[int], None]
+        self,
+        contents: Contents,
+        stored: StoredTensor,
+        spec: ChunkSpec,
+        own: list[Request],
+        verify: bool,
+        data: torch.Tensor,
     ) -> None:
-        mesh = self._mesh
-        for spec in stored.portions(max_bytes=_BROADCAST_BYTES):
-            num_bytes = spec.numel * ITEM_BYTES[stored.dtype]
-            data = torch.zeros(num_bytes + 1, dtype=torch.uint8, device="cpu")  # last byte: the first rank failed
-            error = None
-            if is_first(mesh):
-                try:
-                    rows = read_chunk(contents, stored, spec, verify=verify)
-                    storage.bytes_of(data)[:-1] = storage.bytes_of(rows)
-                except BaseException as caught:
-                    error, data[-1] = caught, 1
-            if mesh is not None:
-                data = data.to(mesh.device_type)
-                broadcast_from_first(data, mesh, range(mesh.ndim))
-            if bool(data[-1]):
-                raise_on_all_ranks(error, group=mesh, kind=CheckpointError)
-            rows = data[:-1].view(getattr(torch, stored.dtype)).view(spec.sizes)
-            for request in own:
-                if (shared := request.spec.overlap(spec)) is not None:
-                    write_part(request.target, request.spec, shared, part_of(rows, spec, shared))
-            count(num_bytes)
+        """Read a part on the first rank, broadcast it, and write what this rank requests of it."""
+        mesh, error = self._mesh, None
+        data[-1] = 0
+        if is_first(mesh):
+            try:
+                read_chunk(contents, stored, spec, data[:-1], verify=verify)
+            except BaseException as caught:
+                error, data[-1] = caught, 1
+        if mesh is not None:
+            data = data.to(mesh.device_type)
+            broadcast_from_first(data, mesh, range(mesh.ndim))
+        if bool(data[-1]):
+            raise_on_all_ranks(error, group=mesh, kind=CheckpointError)
+        rows = data[:-1].view(getattr(torch, stored.dtype)).view(spec.sizes)
+        for request in own:
+            if (shared := request.spec.overlap(spec)) is not None:
+                write_part(request.target, request.spec, shared, part_of(rows, spec, shared))
 
     def _run(self, work: Callable[[Contents, Sequence[Request]], T], contents: Contents, own: Sequence[Request]) -> T:
         if not self.broadcasts:

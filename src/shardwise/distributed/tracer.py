@@ -586,6 +586,8 @@ class CollectiveTracer:
             if tracer is self or tracer.error is None:
                 tracer.error = error
                 tracer.trace.set_text(to_text(error, stack_of(self._training_thread)), is_verdict=True)
+                if tracer._exchange is not None:
+                    tracer._exchange.publish()  # now: the process may end before the thread publishes again
 
     def _say(self, error: ShardError) -> None:
         self.report("\n".join([str(error), *getattr(error, "__notes__", [])]))
