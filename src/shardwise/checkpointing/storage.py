@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -41,6 +42,7 @@ def trim_malloc() -> None:
         trim(0)
 
 
+_WRITEBACK_BYTES = 8 << 20
 BLOCK_BYTES = 1 << 20
 """Bytes per checksum: few extra bytes are read at the ends of a shard, and the manifest stays short."""
 
@@ -191,16 +193,16 @@ def parsing(what: str, where: object, fix: str = COPY_AGAIN) -> Iterator[None]:
 
 
 class FileReader(contextlib.AbstractContextManager["FileReader"]):
-    """A file open for reading; threads may share it."""
+    """A file open for reading until the context ends, or nothing refers to it; threads may share it."""
 
     def __init__(self, path: Place) -> None:
-        self._path = path
+        self.path = path
         with os_errors("open the file", path):
             self._file: Any = _store(path) if isinstance(path, str) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._file) if isinstance(path, Path) else lambda: None
 
     def __exit__(self, *_: object) -> None:
-        if isinstance(self._path, Path):
-            os.close(self._file)
+        self._close()
 
     def read(self, offset: int, count: int) -> bytes:
         """Return `count` bytes, starting at `offset`."""
@@ -212,16 +214,16 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
         """Fill the buffers in order with the bytes starting at `offset`."""
         waiting = [buffer for buffer in buffers if len(buffer)]  # empty buffers may be read-only
         end = offset + sum(map(len, waiting))
-        with os_errors("read the file", self._path):
+        with os_errors("read the file", self.path):
             while waiting:
-                if isinstance(self._path, Path):
+                if isinstance(self.path, Path):
                     count = os.preadv(self._file, waiting, offset)
                 else:
                     store, path = self._file
                     count = _fill(waiting, store.cat_file(path, start=offset, end=end))
                 if count == 0:
                     why = "it was truncated by a full disk, an interrupted copy or a crash"
-                    raise damaged(f"the file ends before byte {end:,}", self._path, why)
+                    raise damaged(f"the file ends before byte {end:,}", self.path, why)
                 offset += count
                 waiting = _drop(waiting, count)
 
@@ -233,6 +235,7 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
         self._path = path
         self.num_bytes = 0
         """Number of bytes appended so far."""
+        self._num_sent = 0
         with os_errors("create the file", path):
             if isinstance(path, str):
                 store, name = _store(path)
@@ -273,6 +276,11 @@ class FileWriter(contextlib.AbstractContextManager["FileWriter"]):
             rest = memoryview(data)
             while len(rest):
                 rest = rest[os.writev(self._file, [rest]) :]
+            if (num_new := self.num_bytes - self._num_sent) >= _WRITEBACK_BYTES:
+                # The kernel starts to write these pages to the disk, so that `sync` does not wait for the whole file.
+                # It keeps them in the page cache: only clean pages would be dropped.
+                os.posix_fadvise(self._file, self._num_sent, num_new, os.POSIX_FADV_DONTNEED)
+                self._num_sent = self.num_bytes
 
     def append_blocks(self, parts: Iterable[memoryview], block_bytes: int = BLOCK_BYTES) -> tuple[int, ...]:
         """Append one sequence of bytes, given in parts; return the checksum of each block (the last may be shorter)."""

@@ -1,5 +1,6 @@
 """Parts of stored tensors, read into memory of any kind, and every way in which that must fail."""
 
+import os
 import random
 import re
 from pathlib import Path
@@ -158,6 +159,19 @@ def test_a_file_that_shrinks_after_the_check(contents: Contents):
                 contents, [Request("cube", torch.empty(7, 5, 6), ChunkSpec.whole((7, 5, 6)))], num_threads=threads
             )
         assert path.name in caught.value.where
+
+
+def test_files_are_closed_while_others_are_read(contents: Contents, monkeypatch: pytest.MonkeyPatch):
+    """With room for one open file, threads read from three; none is closed under a thread, and none stays open."""
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(reading, "_MAX_FILES", 1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        targets = {name: torch.empty_like(tensor) for name, tensor in TENSORS.items()}
+        requests = [Request(name, each, ChunkSpec.whole(tuple(each.shape))) for name, each in targets.items()]
+        read_requests(contents, requests, num_threads=4)
+        assert all(torch.equal(targets[name], TENSORS[name]) for name in TENSORS)
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer: the garbage of an earlier test
 
 
 @pytest.mark.parametrize("threads", [1, 3])
