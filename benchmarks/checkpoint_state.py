@@ -6,6 +6,7 @@ import gc
 import json
 import mmap
 import os
+import random
 import shutil
 import threading
 import time
@@ -255,7 +256,10 @@ Times = dict[str, list[Stretch]]
 def take_turns(
     works: Mapping[str, Work], num_rounds: int, *, prepare: Callable[[str], object] = lambda name: None
 ) -> Times:
-    """How long each work took in each round; in every round another goes first, so that drift hits all alike.
+    """How long each work took in each round, in an order drawn for each round.
+
+    With a fixed order each would always find the memory as the one before left it: pages of which the host of a
+    virtual machine has taken some back.
 
     Args:
         works: By name.
@@ -266,9 +270,9 @@ def take_turns(
         Collective: each stretch lasts from when all have begun until all are done.
     """
     times: Times = {name: [] for name in works}
-    names = list(works)
-    for turn in range(num_rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    chance = random.Random(0)  # the same on all ranks
+    for _ in range(num_rounds):
+        for name in chance.sample(list(works), len(works)):
             prepare(name)
             gc.collect()
             dist.barrier()
