@@ -16,7 +16,13 @@ import psutil
 # Written by pytest, torch or inductor on first use, by nobody's choice.
 _ENV_OF_OTHERS = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KINETO_", "TORCH_NCCL_", "TOKENIZERS_PARALLELISM", "KMP_")
 _HELPER_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "compile_worker")
-_HELPER_THREADS = ("tqdm_monitor", "pytest_timeout", "QueueFeederThread-forkserver")
+_HELPER_THREADS = (
+    "tqdm_monitor",
+    "pytest_timeout",
+    "QueueFeederThread-forkserver",
+    "InductorSubproc",
+    "subproc_worker_timer",
+)
 _GRACE_S = 2.0
 
 
