@@ -269,7 +269,11 @@ class Inspection:
     """Errors found in the index; `verify_checkpoint` also reads the tensors."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON."""
+        """Return a dictionary for JSON.
+
+        Ranks:
+            Local.
+        """
         return {
             **{name: getattr(self, name) for name in self.__slots__},
             "sections": {name: {"tensors": count, "bytes": size} for name, (count, size) in self.sections.items()},

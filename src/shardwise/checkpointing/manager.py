@@ -402,7 +402,11 @@ class Checkpointer:
         return steps[0]
 
     def path(self, step: int) -> Place:
-        """Return the path of a step's checkpoint, which need not exist."""
+        """Return the path of a step's checkpoint, which need not exist.
+
+        Ranks:
+            Local.
+        """
         return sharded.step_folder(self.folder, step)
 
     def wait(self) -> None:

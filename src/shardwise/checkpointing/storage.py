@@ -198,11 +198,15 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
     def __init__(self, path: Place) -> None:
         self.path = path
         with os_errors("open the file", path):
-            self._file: Any = _store(path) if isinstance(path, str) else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self._file) if isinstance(path, Path) else lambda: None
+            if isinstance(path, str):
+                self._file: Any = _store(path)
+                return
+            self._file = descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._close = weakref.finalize(self, os.close, descriptor)
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        if isinstance(self.path, Path):
+            self._close()
 
     def read(self, offset: int, count: int) -> bytes:
         """Return `count` bytes, starting at `offset`."""

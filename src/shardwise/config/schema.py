@@ -106,6 +106,9 @@ class MeshConfig(Strict):
 
         Raises:
             ConfigError: A size is not positive, or the product of the sizes is not `num_ranks`.
+
+        Ranks:
+            Local.
         """
         check_ranges(self, "mesh")
         others = self.num_ranks // (self.shard or 1)

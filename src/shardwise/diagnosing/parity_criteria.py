@@ -86,11 +86,19 @@ class Parity:
     """One line about how the model was sharded."""
 
     def worst_of(self, quantity: Quantity) -> Deviation | None:
-        """The largest deviation of one quantity; None if it was not compared."""
+        """The largest deviation of one quantity; None if it was not compared.
+
+        Ranks:
+            Local.
+        """
         return next((deviation for deviation in self.worst if deviation.quantity == quantity), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, for JSON; infinity and NaN become None."""
+        """All fields as plain values, for JSON; infinity and NaN become None.
+
+        Ranks:
+            Local.
+        """
         return _for_json(asdict(self))
 
     def __str__(self) -> str:

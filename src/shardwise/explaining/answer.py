@@ -101,7 +101,11 @@ class Explanation:
     """Codes of consequences on other ranks."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, for JSON; `code` is None if the failure is unknown."""
+        """All fields as plain values, for JSON; `code` is None if the failure is unknown.
+
+        Ranks:
+            Local.
+        """
         place = {"message": self.message, "rank": self.rank, "line": self.line, "echoes": list(self.echoes)}
         if self.failure is None:
             return {"code": None, **place, **_own_fields(self.message)}
@@ -155,6 +159,9 @@ def explain(problem: BaseException | str) -> Explanation:
     Returns:
         The explanation. If a log has several failures, it is about the first one that is no consequence of another,
         such as timeouts of waiting ranks or the launcher's summary. Its `failure` is None if the failure is unknown.
+
+    Ranks:
+        Local.
     """
     if isinstance(problem, BaseException):
         # The whole traceback: the decisive message may be that of a cause, or nested in another text.

@@ -265,7 +265,11 @@ class FullyShardedDataParallel(OptimizerStates):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def prepare_as_root(self) -> None:
-        """What FSDP1's root does before its first forward."""
+        """What FSDP1's root does before its first forward.
+
+        Ranks:
+            Collective.
+        """
         if not self._is_prepared:
             self._is_prepared = True
             fsdp1_units.cast_buffers(units_in(self))
@@ -385,12 +389,20 @@ class FullyShardedDataParallel(OptimizerStates):
         initialising.register(units_in(self), state, hook)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in FSDP1: names are those of the wrapped model only while whole parameters are summoned."""
+        """As in FSDP1: names are those of the wrapped model only while whole parameters are summoned.
+
+        Ranks:
+            Local.
+        """
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield name.replace(PREFIX, "") if self.is_summoned else name, parameter
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As in FSDP1: names are those of the wrapped model only while whole parameters are summoned."""
+        """As in FSDP1: names are those of the wrapped model only while whole parameters are summoned.
+
+        Ranks:
+            Local.
+        """
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield name.replace(PREFIX, "") if self.is_summoned else name, buffer
 

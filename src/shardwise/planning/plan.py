@@ -189,7 +189,11 @@ class Plan:
         return self.num_ranks(SHARD_AXES)
 
     def num_ranks(self, axes: Iterable[str]) -> int:
-        """Number of ranks of these axes combined."""
+        """Number of ranks of these axes combined.
+
+        Ranks:
+            Local.
+        """
         sizes = dict(self.axes)
         return math.prod(sizes.get(axis, 1) for axis in axes)
 
@@ -218,7 +222,11 @@ class Plan:
         return groups + sum(p.bytes_per_rank(1) for p in (*self.replicated, *self.ignored))
 
     def group_of(self, parameter_fqn: str) -> Group | None:
-        """Return the group of a parameter, by any of its names."""
+        """Return the group of a parameter, by any of its names.
+
+        Ranks:
+            Local.
+        """
         for group in self.groups:
             for parameter in group.parameters:
                 if parameter_fqn == parameter.fqn or parameter_fqn in parameter.aliases:
@@ -226,7 +234,11 @@ class Plan:
         return None
 
     def to_json(self, indent: int | None = None) -> str:
-        """The plan as JSON with sorted keys, so that equal plans give equal text; `Plan.from_json` reads it back."""
+        """The plan as JSON with sorted keys, so that equal plans give equal text; `Plan.from_json` reads it back.
+
+        Ranks:
+            Local.
+        """
         return json.dumps({"format": PLAN_FORMAT, **asdict(self)}, indent=indent, sort_keys=True)
 
     @classmethod
@@ -235,6 +247,9 @@ class Plan:
 
         Raises:
             PlanError: The text was written by a version with another layout.
+
+        Ranks:
+            Local.
         """
         data = json.loads(text)
         if (found := data.pop("format", None)) != PLAN_FORMAT:
@@ -246,7 +261,11 @@ class Plan:
         return TypeAdapter(Plan).validate_python(data)  # unknown keys are ignored
 
     def digest(self) -> str:
-        """Return a short hash; ranks compare it before sharding."""
+        """Return a short hash; ranks compare it before sharding.
+
+        Ranks:
+            Local.
+        """
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:

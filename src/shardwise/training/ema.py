@@ -51,6 +51,9 @@ class EMA:
 
         Raises:
             ShardError: The average is currently swapped into the model, or averaged parameters were removed.
+
+        Ranks:
+            Local; call it on every rank, each with its own shards.
         """
         self._refuse_if_swapped("update")
         decay = self.decay(self.num_updates) if callable(self.decay) else self.decay
@@ -78,6 +81,9 @@ class EMA:
 
         Raises:
             ShardError: The average is already swapped into the model, or averaged parameters were removed.
+
+        Ranks:
+            Local; call it on every rank, each with its own shards.
         """
         self._refuse_if_swapped("swap")
         pairs = self._pairs()
@@ -101,6 +107,9 @@ class EMA:
 
         They are the live tensors, as in a module's state dict. `torch.distributed.checkpoint` can save and
         load it, also on another number of ranks.
+
+        Ranks:
+            Local.
         """
         return {"num_updates": self.num_updates, "shadow": dict(self._shadow)}
 
@@ -109,6 +118,9 @@ class EMA:
 
         Raises:
             CheckpointError: Names, shapes, or a DTensor's mesh or placements differ. Nothing is loaded.
+
+        Ranks:
+            Local; call it on every rank, each with its own shards.
         """
         loaded = state_dict["shadow"]
         _check_matches(self._shadow, loaded)

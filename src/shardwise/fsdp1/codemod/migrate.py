@@ -80,7 +80,11 @@ class Migration:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """As `--format json` has it."""
+        """As `--format json` has it.
+
+        Ranks:
+            Local.
+        """
         shown = ("code", "line", "status", "message", "fix")
         files = [
             {

@@ -100,7 +100,11 @@ class Pipeline:
         return [state.plan for state in states if state is not None]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank's stages, for its optimizer."""
+        """Parameters of this rank's stages, for its optimizer.
+
+        Ranks:
+            Local.
+        """
         return self.model.parameters()
 
     def step(self, batch: Batch, *, num_tokens: int | Tensor | None = None) -> Tensor:
