@@ -489,7 +489,11 @@ def load_run(
 
 
 def _refuse_other_weights(plan: LoadPlan, ranks: Ranks) -> None:
-    """Raise unless all ranks load the same tensors; a machine may have an outdated copy of the files."""
+    """Raise unless all ranks load the same tensors; a machine may have an outdated copy of the files.
+
+    Ranks:
+        Collective.
+    """
     stored = [
         (name, plan.contents.tensors[_prefix("") + stored]) for name, stored in plan.matched[""].stored_names.items()
     ]

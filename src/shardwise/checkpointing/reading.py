@@ -381,7 +381,11 @@ class RequestReader:
         verify: bool,
         data: torch.Tensor,
     ) -> None:
-        """Read a part on the first rank, broadcast it, and write what this rank requests of it."""
+        """Read a part on the first rank, broadcast it, and write what this rank requests of it.
+
+        Ranks:
+            Collective over the mesh.
+        """
         mesh, error = self._mesh, None
         data[-1] = 0
         if is_first(mesh):
@@ -400,6 +404,7 @@ class RequestReader:
                 write_part(request.target, request.spec, shared, part_of(rows, spec, shared))
 
     def _run(self, work: Callable[[Contents, Sequence[Request]], T], contents: Contents, own: Sequence[Request]) -> T:
+        """Run `work` for this rank's requests, or on the first rank for those of all ranks. Then collective."""
         if not self.broadcasts:
             return work(contents, own)
         shapes = {name: contents.tensors[name].shape if name in contents.tensors else () for name in self._names(own)}
@@ -409,6 +414,10 @@ class RequestReader:
         return on_rank_zero(lambda: work(contents, whole), group=self._mesh)
 
     def _names(self, requests: Sequence[Request]) -> list[str]:
-        """Return the names that any rank requests, in one order on all ranks; a rank may hold no part of a tensor."""
+        """Return the names that any rank requests, in one order on all ranks; a rank may hold no part of a tensor.
+
+        Ranks:
+            Collective over the mesh.
+        """
         own = list(dict.fromkeys(request.name for request in requests))
         return list(dict.fromkeys(name for names in gather_over_mesh(self._mesh, own) for name in names))

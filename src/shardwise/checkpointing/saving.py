@@ -253,7 +253,11 @@ class Saver:
         return pending
 
     def finish(self, pending: PendingSave, *, retire: Retire, progress: Progress | None = None) -> None:
-        """Write and commit, on the thread of `back`; if any rank fails, every rank raises and nothing is committed."""
+        """Write and commit, on the thread of `back`; if any rank fails, every rank raises and nothing is committed.
+
+        Ranks:
+            Collective; one exchange between the ranks' writers.
+        """
         back, values = self._back, pending.collected.values
         records: list[sharded.FileRecord] = []
         failed: ShardwiseError | None = None
@@ -305,7 +309,11 @@ class Saver:
             self._writer = WriterProcess()
 
     def _share(self, step: int, collect: Collect, begin: Callable[[], None]) -> tuple[list[StagedTensor], FlatState]:
-        """Agree with the other ranks; return the tensors this rank may have to write, and the collected state."""
+        """Agree with the other ranks; return the tensors this rank may have to write, and the collected state.
+
+        Ranks:
+            Collective.
+        """
 
         def work() -> tuple[tuple[RunObjects, FlatState, list[StagedTensor]], tuple[int, int]]:
             run, collected = collect()

@@ -463,6 +463,7 @@ def _collect_model(found: FlatState, model: nn.Module, tensors: list[ModelTensor
 
 
 def _add_other_stages(found: FlatState, model: nn.Module) -> None:
+    """Add the parameter groups of a pipeline's other stages. Collective over the stages."""
     state = sharded_state(model)
     if state is None or state.pipeline is None:
         return

@@ -140,7 +140,11 @@ def copy_memory(tensor: DTensor) -> None:
 
 
 def reduce_in_place(tensor: DTensor) -> None:
-    """Reduce a partial DTensor in place; every rank gets the full tensor."""
+    """Reduce a partial DTensor in place; every rank gets the full tensor.
+
+    Ranks:
+        Collective over the tensor's mesh.
+    """
     whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
     tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
 

@@ -341,7 +341,11 @@ def offload_backend(subject: Subject) -> Iterator[Finding]:
 
 
 def across_ranks(subject: Subject) -> Iterator[Finding]:
-    """SW431, SW432, SW433, SW435, SW437, SW438: differences between ranks, and devices that ranks share."""
+    """SW431, SW432, SW433, SW435, SW437, SW438: differences between ranks, and devices that ranks share.
+
+    Ranks:
+        Collective.
+    """
     mesh = subject.mesh
     if mesh is None or mesh.size() == 1:
         return

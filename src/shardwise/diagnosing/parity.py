@@ -492,7 +492,11 @@ def parity(
 def _sharded(
     model: nn.Module, config: ShardConfig, mesh: DeviceMesh, task: Task, rank: int
 ) -> tuple[nn.Module, Callable[[int], float]]:
-    """Return the sharded model, or this rank's stages of it, and a function for forward and backward of a step."""
+    """Return the sharded model, or this rank's stages of it, and a function for forward and backward of a step.
+
+    Ranks:
+        Collective.
+    """
     context, is_piped = sub_mesh(mesh, ("context",)), sub_mesh(mesh, ("pipeline",)) is not None
 
     def batch_of(step: int) -> Any:
@@ -534,7 +538,11 @@ def _sharded(
 
 
 def _build_twice(build_model: Callable[[], nn.Module], seed: int, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """Build the reference model and the model to shard from the same random numbers; ranks compare the weights."""
+    """Build the reference model and the model to shard from the same random numbers; ranks compare the weights.
+
+    Ranks:
+        Collective.
+    """
     built = []
     for _ in range(2):
         seed_everything(seed)

@@ -75,7 +75,11 @@ class Channel:
         return self._gather(value, on_all=False)
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; if it fails on one, raise on all. `work` must not communicate."""
+        """Run `work` on every rank; if it fails on one, raise on all. `work` must not communicate.
+
+        Ranks:
+            Collective.
+        """
         return run_on_all(work, self, self._kind)
 
     def close(self) -> None:
@@ -243,6 +247,9 @@ def run_and_gather(
     """Run `work` on every rank; if it fails on one, raise on all. One exchange between the ranks instead of two.
 
     `work` must not communicate. It returns a result for this rank, and a small value to gather from all ranks.
+
+    Ranks:
+        Collective.
     """
     try:
         result, value = work()

@@ -310,6 +310,7 @@ def _device_of_group(config: MeshConfig) -> str:
 
 
 def _start_group(launch: Launch, device_type: str, timeout_s: float) -> None:
+    """Select the device and start the process group; raise on all ranks if devices are shared. Collective."""
     if device_type != "cpu":
         torch.accelerator.set_device_index(_device_index(launch, torch.accelerator.device_count()))
     try:

@@ -84,6 +84,7 @@ def summon(
 
 
 def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the full value of a tensor. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -300,6 +300,7 @@ def _refuse_model_parallel(mesh: DeviceMesh) -> None:
 def _make(
     strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, device_type: str
 ) -> DeviceMesh:
+    """Return the mesh of a strategy, from FSDP1's process groups or mesh. Collective."""
     if strategy is ShardingStrategy.NO_SHARD:  # as many copies as ranks: a replicate axis of all, a shard axis of one
         group = process_group if device_mesh is None else device_mesh.get_group(0)
         if group is None or group is dist.group.WORLD:

@@ -120,7 +120,11 @@ def prepare_loading(unit: nn.Module, state_dict: dict[str, Any], prefix: str, ki
 
 
 def laid_out(value: torch.Tensor, parameter: DTensor, *, is_local: bool = False) -> torch.Tensor:
-    """A whole tensor, or one sharded in another way, as a DTensor placed like `parameter`."""
+    """A whole tensor, or one sharded in another way, as a DTensor placed like `parameter`.
+
+    Ranks:
+        Collective if the tensor is sharded in another way.
+    """
     if isinstance(value, DTensor):
         same = value.device_mesh == parameter.device_mesh and value.placements == parameter.placements
         return value if same else shard_like(value.full_tensor(), parameter)
@@ -299,6 +303,9 @@ def named_state(
     Groups and their parameters stand in the optimizer's order, as FSDP1 has them; where ranks have different orders, in
     the first rank's: `torch.distributed.checkpoint` takes a group's options and names from any rank. A rank that does
     not `keep` it takes part and gets an empty dict.
+
+    Ranks:
+        Collective.
     """
     adopt(optimizer)
     reshard(model)
@@ -461,7 +468,11 @@ def _placed(value: Any, parameter: nn.Parameter) -> Any:
 
 
 def _sent(state_dict: StateDict | None, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> StateDict:
-    """The first rank's state dict, each tensor cut to this rank's part as it arrives."""
+    """The first rank's state dict, each tensor cut to this rank's part as it arrives.
+
+    Ranks:
+        Collective.
+    """
 
     def outline() -> StateDict:
         """The state dict with tensors on meta, which hold no values."""

@@ -109,6 +109,7 @@ class GatheredScales:
 
     @torch.no_grad()
     def _find(self) -> None:
+        """Compute the scales of all weights from their maxima. Collective over the shard axis."""
         largest = torch.stack(torch._foreach_norm([local_tensor(weight) for weight in self._weights], math.inf)).float()
         assert self._layout is not None
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._layout.mesh.get_group(self._layout.axis))

@@ -63,6 +63,7 @@ _Item = tuple[str, torch.Tensor, torch.dtype]
 
 
 def _gather(bucket: list[_Item], keep: bool) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield the full tensors of one bucket. Collective."""
     with torch.no_grad():
         cut: list[Any] = [(tensor, dtype) for _, tensor, dtype in bucket if cut_by(tensor) is not None]
         full = gather_full(*zip(*cut, strict=True), keep=keep) if cut else []
@@ -76,6 +77,7 @@ def _gather(bucket: list[_Item], keep: bool) -> Iterator[tuple[str, torch.Tensor
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full value of a tensor. Collective if it is sharded."""
     is_split = isinstance(tensor, DTensor) and sharded_axes(tensor)
     return (tensor.full_tensor() if is_split else plain_values(local_tensor(tensor))).detach()
 
@@ -305,6 +307,7 @@ def _find_reshaped(slots: _Slots, changed: dict[nn.Parameter, torch.Tensor], mod
 
 @torch.no_grad()
 def _write_back(changed: dict[nn.Parameter, torch.Tensor], rank0_only: bool) -> None:
+    """Write changed full values back to the shards. Collective with `rank0_only`."""
     mesh = widest_mesh(changed) if rank0_only else None
     for parameter, new in changed.items():
         if mesh is not None:

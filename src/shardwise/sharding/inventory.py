@@ -526,6 +526,7 @@ def replicated_axes(entry: TensorEntry, mesh: DeviceMesh) -> list[int]:
 
 
 def _differing(entries: Sequence[TensorEntry], mesh: DeviceMesh, axis: int) -> list[str]:
+    """Return the tensors whose values differ along an axis. Collective over the axis."""
     prints = [entry.fingerprint if entry.fingerprint is not None else fingerprint(entry.local) for entry in entries]
     lowest = torch.stack([value.to(mesh.device_type) for value in prints])
     highest = lowest.clone()

@@ -402,7 +402,11 @@ class _Initialization:
         return error
 
     def _keep(self, entry: TensorEntry, full: torch.Tensor | None) -> None:
-        """Store this rank's part of the tensor registered for an entry."""
+        """Store this rank's part of the tensor registered for an entry.
+
+        Ranks:
+            Collective if the values come from the first rank.
+        """
         if full is None or full.is_meta:
             return
         if self._mesh_to_sync is not None:

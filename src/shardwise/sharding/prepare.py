@@ -351,7 +351,11 @@ def _base(config: ShardConfig, compute: str | None) -> dict[str, Any]:
 
 
 def _sync_from_rank_zero(model: nn.Module) -> None:
-    """Broadcast rank 0's parameters and buffers; allocate those on meta first."""
+    """Broadcast rank 0's parameters and buffers; allocate those on meta first.
+
+    Ranks:
+        Collective.
+    """
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
     of_ranks = gather_objects(missing)

@@ -90,6 +90,7 @@ def generate(
 
 
 def _last_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits of the last token. Collective over the model's ranks."""
     logits = logits_of(model(ids), where="generate(model)")
     return (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, -1]
 

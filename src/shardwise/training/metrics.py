@@ -278,6 +278,7 @@ class StepMetrics:
         return [StepReading(step, loss, norm, round(tokens), seconds, others)]
 
     def _sum(self, number: Tensor) -> Tensor:
+        """Return the sum over all ranks; ranks with the same batch count as one. Collective."""
         total = number.detach().to(self._device, torch.float64, copy=True)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(total)

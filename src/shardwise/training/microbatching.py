@@ -113,7 +113,11 @@ class Microbatches:
             self._use_less({0: failure}, batch)
 
     def _try(self, work: Callable[[list[Batch]], object], batch: Batch) -> dict[int, str]:
-        """Run a step without communication; return the out-of-memory errors by rank."""
+        """Run a step without communication; return the out-of-memory errors by rank.
+
+        Ranks:
+            Collective.
+        """
         state, failure = volatile_state(self._model), None
         try:
             with compat.local_collectives(), paused(self._model):

@@ -75,6 +75,9 @@ def _map_stack(parts: Tensor, shape: torch.Size, layout: ShardLayout, work: Work
 
     Parts are sent to the owner of each matrix over the shard axis, and results back; then each replica broadcasts its
     results to the others.
+
+    Ranks:
+        Collective over the layout's mesh.
     """
     mesh, axis, dim = layout.mesh, layout.axis, layout.dim
     replicas = next((other for other in range(mesh.ndim) if other != axis and mesh.size(other) > 1), None)

@@ -382,7 +382,11 @@ class TrainingRun:
         return self.ema.swap() if self.ema is not None else nullcontext()
 
     def _validate(self, stack: ExitStack) -> Examined:
-        """Join the process group, and check everything before expensive work."""
+        """Join the process group, and check everything before expensive work.
+
+        Ranks:
+            Collective.
+        """
         config, problems = self.config, Problems()
         mesh = problems.attempt(lambda: meshes.init_distributed(config.mesh))
         self.rank = meshes.data_parallel_rank(mesh) if mesh is not None else 0
@@ -422,7 +426,11 @@ class TrainingRun:
         """The loader's batches, except skipped ones."""
 
     def _open_pipeline(self) -> Pipeline:
-        """Split the model into stages, using the first batch of the data."""
+        """Split the model into stages, using the first batch of the data.
+
+        Ranks:
+            Collective.
+        """
         batch = run_on_all(lambda: self.part_of(next(self.loader)))
         self.loader.skip(-1)
         # `prepare_blocks` has done both.
@@ -430,7 +438,11 @@ class TrainingRun:
         return pipeline(self.model, config, mesh=self.mesh, loss=self.objective, example_inputs=batch)
 
     def _build(self, examined: Examined, stack: ExitStack) -> None:
-        """Shard and materialize the model, build its optimizer, and load the checkpoint to resume from."""
+        """Shard and materialize the model, build its optimizer, and load the checkpoint to resume from.
+
+        Ranks:
+            Collective.
+        """
         config, model, training, resumed = self.config, self.model, self.config.training, examined.resumed
         trainable_only = config.lora is not None  # frozen weights are not in a checkpoint
         self.checkpoints = run_folder.Checkpoints(self.folder, config.checkpoint, stack, trainable_only=trainable_only)

@@ -304,7 +304,11 @@ class Checkpoints:
         self._saved_step = -1
 
     def newest(self) -> CheckpointRef | None:
-        """The newest checkpoint of this run."""
+        """The newest checkpoint of this run.
+
+        Ranks:
+            Collective.
+        """
         self.wait()
         return on_rank_zero(lambda: next(iter(find_checkpoints(self.folder)[::-1]), None))
 
@@ -325,7 +329,11 @@ class Checkpoints:
             self._retention.adopt(self._present())
 
     def save(self, step: int, state: TrainState, metric: float | None = None) -> None:
-        """Save the run after `step` steps, unless that checkpoint exists."""
+        """Save the run after `step` steps, unless that checkpoint exists.
+
+        Ranks:
+            Collective.
+        """
         if step == self._saved_step:
             return
         start = time.perf_counter()

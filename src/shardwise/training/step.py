@@ -126,6 +126,7 @@ def _power_sum(grads: list[torch.Tensor], p: float, like: torch.Tensor) -> torch
 
 
 def _reduce(power: torch.Tensor, group: dist.ProcessGroup, p: float) -> None:
+    """Add a power of the norm up over the group, or take the maximum if the norm is infinite. Collective."""
     if not math.isinf(p):
         dist.all_reduce(power, group=group)
         return

@@ -118,6 +118,7 @@ class BackwardEnd:
             part.copy_(mean.view_as(part))
 
     def _sum(self, tensor: torch.Tensor) -> None:
+        """Add a tensor up over the ranks. Collective."""
         if tensor.numel():
             for group in self._process_groups:
                 dist.all_reduce(tensor, group=group)

@@ -317,6 +317,7 @@ _ADDS = ("AddBackward0", "SubBackward0", "RsubBackward1", "StackBackward0", "Cat
 
 
 def _plain_gradients(gradients: Sequence[Any]) -> tuple[Any, ...]:
+    """Return gradients as full tensors. Collective if one is sharded."""
     return tuple(each.full_tensor() if isinstance(each, DTensor) else each for each in gradients)
 
 

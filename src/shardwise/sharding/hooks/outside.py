@@ -44,7 +44,11 @@ class WholeValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
-        """Gather the tensor."""
+        """Gather the tensor.
+
+        Ranks:
+            Collective over the tensor's mesh.
+        """
         ctx.like = tensor.detach()
         return full_tensor(ctx.like)  # pyrefly: ignore[bad-argument-type]
 
@@ -293,6 +297,7 @@ def _local(value: Any) -> Any:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full value of a tensor. Collective if it is sharded."""
     return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -357,7 +362,11 @@ def _is_asked_by_torch() -> bool:
 
 
 def _write_masked(plain: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-    """`tensor[mask] = value`, not supported by torch: a mask sharded like the tensor is applied to each part."""
+    """`tensor[mask] = value`, not supported by torch: a mask sharded like the tensor is applied to each part.
+
+    Ranks:
+        Collective unless the mask is sharded like the tensor.
+    """
     tensor, indices, value, *rest = args
     if all(each.is_replicate() for part in (tensor, *indices, value) for each in getattr(part, "placements", ())):
         local = [index if index is None else local_tensor(index) for index in indices]

@@ -114,7 +114,11 @@ def write_whole(operator: Any, plain: Callable[[], Any], args: Any, kwargs: Any)
 
 
 def _write(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Apply an operator to the full value of the viewed tensor; keep this rank's part of the result."""
+    """Apply an operator to the full value of the viewed tensor; keep this rank's part of the result.
+
+    Ranks:
+        Collective over the tensor's mesh.
+    """
     written = args[0]
     if not isinstance(written, DTensor):
         return operator(written, *change_tensors(args[1:], _whole), **change_tensors(kwargs, _whole))
@@ -259,6 +263,7 @@ def _memory(tensor: DTensor) -> int:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full value of a tensor. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
     return _as_dtensor(tensor, lambda: full_tensor(tensor))

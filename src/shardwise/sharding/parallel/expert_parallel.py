@@ -163,7 +163,11 @@ class _Exchange(torch.autograd.Function):
 def _all_to_all(
     made: Tensor, given: Tensor, received: list[int] | None, sent: list[int] | None, mesh: DeviceMesh
 ) -> None:
-    """`dist.all_to_all_single`, in host memory for GPU tensors with gloo, which supports it for CPU tensors only."""
+    """`dist.all_to_all_single`, in host memory for GPU tensors with gloo, which supports it for CPU tensors only.
+
+    Ranks:
+        Collective over the mesh.
+    """
     group, device = mesh.get_group(), given.device.type
     if device == "cpu" or f"{device}:gloo" not in str(dist.get_backend_config(group)).split(","):
         dist.all_to_all_single(made, given, received, sent, group=group)

@@ -214,7 +214,11 @@ class Pipeline:
         return made
 
     def _reduce_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the sum of the last stage's losses and tokens on every rank of the pipeline."""
+        """Return the sum of the last stage's losses and tokens on every rank of the pipeline.
+
+        Ranks:
+            Collective over the stages.
+        """
         both = torch.zeros(2, device=self.device)
         if losses:
             both[0] = torch.stack(losses).sum()

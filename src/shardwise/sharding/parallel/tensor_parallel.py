@@ -82,7 +82,11 @@ class TensorParallel:
         return DTensor.from_local(tensor, self.axis, [placement], run_check=False)
 
     def change(self, tensor: Tensor, given: Placement, wanted: Placement) -> Tensor:
-        """Redistribute a plain tensor from one placement to another; backward redistributes its gradient back."""
+        """Redistribute a plain tensor from one placement to another; backward redistributes its gradient back.
+
+        Ranks:
+            Collective over the tensor axis.
+        """
         return self.dtensor(tensor, given).redistribute(placements=[wanted]).to_local()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -174,6 +178,7 @@ class Divided(ParallelStyle):
         self.dims = {name.rpartition(".")[2]: dim for name, ((_, dim, _),) in splits.items()}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Shard the module's parameters along the tensor axis. Local: all ranks have the same values."""
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = Shard(self.dims[name]) if name in self.dims else Replicate()
             # No communication: all ranks have the same values.
@@ -184,7 +189,11 @@ class Divided(ParallelStyle):
         return module
 
     def take(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the input as a DTensor with the placement that the product needs."""
+        """Return the input as a DTensor with the placement that the product needs.
+
+        Ranks:
+            Collective over the tensor axis.
+        """
         given, wanted = self._input_layouts(args[0].ndim - 1)
         if self.state.run is not None and self.style == "rowwise" and given == wanted:
             self.state.run.takers.append((module, args[0].grad_fn))
@@ -192,7 +201,11 @@ class Divided(ParallelStyle):
         return (taken if taken.placements == (wanted,) else taken.redistribute(placements=[wanted]), *args[1:])
 
     def give(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Return the output as a plain tensor with the placement that later code expects."""
+        """Return the output as a plain tensor with the placement that later code expects.
+
+        Ranks:
+            Collective over the tensor axis.
+        """
         if not isinstance(output, DTensor):  # a loss's replacement of the logits
             return output
         wanted = self._output_layout(output)
