@@ -546,9 +546,9 @@ class CollectiveTracer:
         view, here = self._view, self.trace.count
         is_late, missing = self.trace.seconds_still > self.patience, view.missing()
         found, late, error = view.verdict_of_others(), None, None
-        if missing is not None:
+        if missing is not None and view.traces[missing].verdict is None:
             error = view.absence_of(missing) if is_late or not view.traces[missing].is_alive else None
-        elif found is not None:
+        elif found is not None:  # a rank that is missing may have left with an error of its own
             error = found
         elif is_late and self._reported_at != here:
             late = view.late(self.patience)

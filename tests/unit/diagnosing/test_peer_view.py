@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -18,7 +19,7 @@ from shardwise.distributed.collective_trace import (
     group_by_machine,
     open_shared_trace,
 )
-from shardwise.distributed.tracer import CollectiveTracer, PeerView
+from shardwise.distributed.tracer import CollectiveTracer, PeerView, to_text
 from shardwise.errors import ShardError
 
 GROUPS = GroupNames(("(root)", "embed", "layers.0", "layers.1"))
@@ -244,6 +245,27 @@ def test_who_has_died(traces: list[RankTrace]):
     assert cause.what == "rank 3 died in step 7"
 
 
+def test_a_rank_that_left_with_an_error_is_not_the_cause(traces: list[RankTrace]):
+    """Rank 2 raised because rank 3 is dead, and ended before it came as far as rank 0."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    traces[2].pid = traces[3].pid = child.pid
+    write(traces, [], [A, B], [A], [A])
+    died = ShardError("rank 3 died in step 1", where="", why="", fix="")
+    traces[2].set_text(to_text(died, ""), is_verdict=True)
+    tracer = CollectiveTracer(0, GROUPS, range(RANKS), patience=60.0, report=lambda text: None)
+    tracer.open(traces, group_by_machine(["a"] * RANKS, rank=0))
+    tracer.start()
+    tracer.write(A)
+    tracer.write(B)
+    deadline = time.monotonic() + 20
+    while tracer.error is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    tracer.close()
+    assert tracer.error is not None
+    assert tracer.error.what == "rank 3 died in step 1"
+
+
 def test_who_is_late(traces: list[RankTrace]):
     write(traces, [A, B], [A, B], [], [A])
     view = PeerView(traces, 0, GROUPS)
@@ -265,8 +287,6 @@ def with_flags(message: bytes, *, has_ended: bool = False, is_gone: bool = False
 
 
 def test_a_machine_that_is_silent(traces: list[RankTrace], monkeypatch: pytest.MonkeyPatch):
-    import time
-
     write(traces, [A, B], [A, B], [A, B], [A])
     message = traces[3].to_bytes()
     traces[3].copy_from(message)
