@@ -55,7 +55,7 @@ def test_memory_besides_the_shard_is_bounded(rank: int, tmp_path: Path):
     ):
         with Extra() as extra:
             save(path)
-        assert extra.mib < 200, (path.name, extra.mib)
+        assert extra.mib < 300, (path.name, extra.mib)
         dist.barrier()
         for broadcast in (False, True):
             other = shard(build())
@@ -64,7 +64,7 @@ def test_memory_besides_the_shard_is_bounded(rank: int, tmp_path: Path):
                     load_full(path, model=other, broadcast=broadcast)
                 else:
                     load_weights(other, path, broadcast=broadcast)
-            assert extra.mib < shard_mib + 128, (path.name, broadcast, extra.mib)
+            assert extra.mib < shard_mib + 64, (path.name, broadcast, extra.mib)
             for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
                 assert torch.equal(ours.to_local(), theirs.to_local())
             del other

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardwise.diagnosing.guard import guard
-from shardwise.distributed.collective_trace import StoreExchange
+from shardwise.sharding.hooks import watching as watching_of_models
 
 STEPS, BAD_STEP = 6, 3
 STEP_SECONDS = 0.3  # where there are several machines: word from the others takes a part of that
@@ -84,8 +84,8 @@ def run(rank: int, num_ranks: int, machine: int, num_machines: int, case: str) -
     said: list[str] = []
     watching = guard(model, patience=1.5, repair=repair, machine=f"machine {machine}", report=said.append)
     if case == "killed-loaded" and machine:
-        # So loaded that the thread of the tracer does not run before the process ends.
-        StoreExchange.exchange = lambda self, *, with_all=False: None  # pyrefly: ignore[bad-assignment]
+        for _, tracer in watching_of_models._TRACERS.values():
+            tracer._stopped.set()  # so loaded that the thread does not run again before the process ends
     start = time.monotonic()
     try:
         _loop(model, optimizer, case if rank == num_ranks - 1 else "", STEP_SECONDS if num_machines > 1 else 0)
