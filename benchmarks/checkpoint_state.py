@@ -258,8 +258,7 @@ def take_turns(
 ) -> Times:
     """How long each work took in each round, in an order drawn for each round.
 
-    With a fixed order each would always find the memory as the one before left it: pages of which the host of a
-    virtual machine has taken some back.
+    With a fixed order each would always find the memory as the same one before left it.
 
     Args:
         works: By name.
